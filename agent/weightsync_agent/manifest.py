@@ -1,0 +1,261 @@
+"""The manifest: which tensors a step carries, in which order; and the layout derived from it.
+
+Both sides derive the same `Layout` from the same `Manifest`, so that a step's messages name buckets, never tensors.
+Every tensor starts at a multiple of 256 bytes. One that fits into a bucket lies whole in one; a larger one is split.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+ALIGNMENT = 256
+"""Bytes. A multiple of every dtype's size and of a GPU's widest access; an odd-size tensor never misaligns the next."""
+
+MAX_TENSORS = 1_000_000
+MAX_RANK = 16
+
+
+def align(size: int) -> int:
+    """`size` rounded up to a multiple of ALIGNMENT, in bytes."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class TensorEntry(BaseModel):
+    """One named tensor."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(min_length=1, max_length=1024)
+    dtype: str = Field(pattern=r"^[a-z0-9_]{1,32}$", description="torch's name, without `torch.`")
+    shape: tuple[int, ...] = Field(max_length=MAX_RANK)
+    alias: int | None = Field(
+        default=None, ge=0, description="Index of the earlier entry that is the very same memory (tied weights)."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> TensorEntry:
+        if any(size < 0 for size in self.shape):
+            raise ValueError(f"tensor {self.name!r} has a negative size in {self.shape}")
+        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise ValueError(f"tensor {self.name!r} has the unknown dtype {self.dtype!r}")
+        return self
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    @cached_property
+    def nbytes(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * self.torch_dtype.itemsize
+
+
+class Manifest(BaseModel):
+    """The ordered tensors of a step."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tensors: tuple[TensorEntry, ...] = Field(max_length=MAX_TENSORS)
+
+    @model_validator(mode="after")
+    def _check(self) -> Manifest:
+        seen: dict[str, int] = {}
+        for index, entry in enumerate(self.tensors):
+            if entry.name in seen:
+                raise ValueError(f"two tensors are named {entry.name!r}")
+            seen[entry.name] = index
+            if entry.alias is not None:
+                if entry.alias >= index:
+                    raise ValueError(f"tensor {entry.name!r} is an alias of a later tensor")
+                first = self.tensors[entry.alias]
+                if first.alias is not None or (first.dtype, first.shape) != (entry.dtype, entry.shape):
+                    raise ValueError(f"tensor {entry.name!r} is an alias of {first.name!r}, which differs from it")
+        return self
+
+    @cached_property
+    def hash(self) -> str:
+        """SHA-256 over names, dtypes, shapes and aliases in order, hexadecimal."""
+        digest = hashlib.sha256()
+        for entry in self.tensors:
+            digest.update(f"{entry.name}\0{entry.dtype}\0{entry.shape}\0{entry.alias}\n".encode())
+        return digest.hexdigest()
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all distinct tensors, without padding: what a receiver gets in a step."""
+        return sum(entry.nbytes for entry in self.tensors if entry.alias is None)
+
+    @cached_property
+    def arena_offsets(self) -> tuple[int, ...]:
+        """Offset in bytes of each tensor in one arena that holds them all in order; an alias has its first's."""
+        offsets: list[int] = []
+        end = 0
+        for entry in self.tensors:
+            if entry.alias is not None:
+                offsets.append(offsets[entry.alias])
+            else:
+                offsets.append(end)
+                end = align(end + entry.nbytes)
+        return tuple(offsets)
+
+    @cached_property
+    def arena_bytes(self) -> int:
+        """Bytes of that arena, at least ALIGNMENT."""
+        ends = [o + e.nbytes for o, e in zip(self.arena_offsets, self.tensors, strict=True)]
+        return max(align(max(ends, default=0)), ALIGNMENT)
+
+
+def identity_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """What makes two tensors the same memory: storage, offset, shape, strides and dtype."""
+    return (
+        tensor.untyped_storage().data_ptr(),
+        tensor.storage_offset(),
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        tensor.dtype,
+        str(tensor.device),
+    )
+
+
+def describe(named: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> Manifest:
+    """The manifest of named tensors, in their order. Tied tensors (the same memory) become aliases of the first.
+
+    Zero-size tensors are never aliases: they share no memory. Raises ValueError for a name that comes twice.
+    """
+    items = named.items() if isinstance(named, Mapping) else named
+    first: dict[tuple[object, ...], int] = {}
+    entries: list[TensorEntry] = []
+    for index, (name, tensor) in enumerate(items):
+        alias = first.setdefault(identity_of(tensor), index) if tensor.numel() else index
+        entries.append(
+            TensorEntry(
+                name=name,
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=tuple(tensor.shape),
+                alias=alias if alias != index else None,
+            )
+        )
+    return Manifest(tensors=tuple(entries))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of one tensor's bytes within one bucket."""
+
+    tensor: int
+    """Index in the manifest."""
+    tensor_offset: int
+    """First byte within the tensor (in its contiguous form)."""
+    bucket_offset: int
+    """First byte within the bucket."""
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each tensor's bytes lie in the step's buckets."""
+
+    bucket_bytes: int
+    buckets: tuple[tuple[Piece, ...], ...]
+    """Pieces by bucket, by ascending offset. Aliases and zero-size tensors have none."""
+
+    def used_bytes(self, bucket: int) -> int:
+        """Bytes from the start of a bucket to the end of its last piece."""
+        last = self.buckets[bucket][-1]
+        return last.bucket_offset + last.nbytes
+
+
+def layout(manifest: Manifest, bucket_bytes: int, skip: frozenset[int] = frozenset()) -> Layout:
+    """Derives the layout. `skip`: tensors that go without packing (indices). Raises ValueError below ALIGNMENT."""
+    if bucket_bytes < ALIGNMENT or bucket_bytes % ALIGNMENT:
+        raise ValueError(f"a bucket of {bucket_bytes} bytes is not a positive multiple of {ALIGNMENT}")
+    buckets: list[tuple[Piece, ...]] = []
+    current: list[Piece] = []
+    end = 0
+    for index, entry in enumerate(manifest.tensors):
+        if entry.alias is not None or index in skip:
+            continue
+        done, start = 0, align(end)
+        if current and start + entry.nbytes > bucket_bytes >= entry.nbytes:
+            buckets.append(tuple(current))
+            current, start = [], 0
+        while done < entry.nbytes:
+            if start >= bucket_bytes:
+                buckets.append(tuple(current))
+                current, start = [], 0
+            size = min(entry.nbytes - done, bucket_bytes - start)
+            current.append(Piece(index, done, start, size))
+            done += size
+            end = start = start + size
+    if current:
+        buckets.append(tuple(current))
+    return Layout(bucket_bytes, tuple(buckets))
+
+
+MAX_LISTED = 20
+
+
+def differences(sent: Manifest, expected: Manifest) -> list[str]:
+    """Every way in which what is sent does not fit what the receiver has, a sentence each; empty: it fits.
+
+    The last sentence gives the likely cause where one can be told (a prefix that differs, a tied head that is missing).
+    """
+    have = {entry.name: entry for entry in expected.tensors}
+    sent_names = {entry.name for entry in sent.tensors}
+    found: list[str] = []
+    unexpected = [e.name for e in sent.tensors if e.name not in have]
+    missing = [e for e in expected.tensors if e.name not in sent_names]
+    for entry in sent.tensors:
+        mine = have.get(entry.name)
+        if mine is not None and mine.shape != entry.shape:
+            found.append(f"{entry.name}: the sender's shape is {list(entry.shape)}, the receiver's {list(mine.shape)}")
+        elif mine is not None and mine.dtype != entry.dtype:
+            found.append(f"{entry.name}: the sender's dtype is {entry.dtype}, the receiver's {mine.dtype}")
+    # An alias at the receiver whose first is sent needs no bytes of its own.
+    covered = {
+        e.name for e in missing if e.alias is not None and expected.tensors[e.alias].name in sent_names
+    }
+    covered |= {
+        expected.tensors[e.alias].name
+        for e in expected.tensors
+        if e.alias is not None and e.name in sent_names and expected.tensors[e.alias].name not in sent_names
+    }
+    lost = [e.name for e in missing if e.name not in covered]
+    found += [f"{name}: sent, but the receiver has no such tensor" for name in unexpected]
+    found += [f"{name}: the receiver has it, but it is not sent" for name in lost]
+    cause = _likely_cause(unexpected, lost)
+    return found + ([cause] if found and cause else [])
+
+
+def _likely_cause(unexpected: list[str], lost: list[str]) -> str:
+    if unexpected and lost:
+        for ours, theirs in ((unexpected, lost), (lost, unexpected)):
+            target = set(theirs)
+            for name in ours:
+                for part in range(1, name.count(".") + 1):
+                    prefix, rest = ".".join(name.split(".")[:part]) + ".", ".".join(name.split(".")[part:])
+                    if rest in target:
+                        side = "the sender's" if ours is unexpected else "the receiver's"
+                        return f"likely cause: {side} names have the prefix {prefix!r}"
+    heads = [n for n in lost if n.endswith(("lm_head.weight", "embed_out.weight", "output.weight"))]
+    if heads and len(heads) == len(lost) and not unexpected:
+        return f"likely cause: {heads[0]} is tied at the sender and not at the receiver: send it too"
+    return ""
+
+
+def summarize(found: list[str]) -> str:
+    """The first MAX_LISTED differences, and how many more there are."""
+    shown = found[:MAX_LISTED]
+    more = len(found) - len(shown)
+    cause = found[-1] if more and found[-1].startswith("likely cause") else ""
+    return "; ".join(shown) + (f"; and {more} more" if more else "") + (f"; {cause}" if cause else "")

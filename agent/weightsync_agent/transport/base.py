@@ -1,0 +1,198 @@
+"""What every transport is: two ends that the sender's and the receiver's state machines drive.
+
+The state machine (sender.py, receiver.py) owns messages, deadlines and failures; a transport owns memory and copies.
+A transport's end is made once for the agent's life: streams, slots and mappings are reused by every step.
+
+Life of the two ends:
+
+    sender end                                   receiver end
+    ----------                                   ------------
+    __init__(plan)                               __init__(welcome, manifest, target)
+    offer(identity)        -> Welcome.offer ->   join() -> Joined
+    check_join(rank, joined)
+    regroup(...)           -> Regroup       ->   regroup(...) -> Regrouped        collective transports only
+    connect(...)                                                                  (both block until all are in)
+    each step:
+    fence(); digests()?    -> Begin         ->   receive(channel): every byte into the target, then synchronised,
+    send(channel)                                views dropped, so that the ACK that follows means released
+    forget(rank)           when a receiver left
+    close()                                      close()
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, Protocol
+
+import torch
+
+from ..deadline import Deadline
+from ..manifest import Manifest
+from ..protocol import Identity, Joined, Message, Offer, Regroup, Regrouped, Welcome
+from ..targets import Target
+
+
+@dataclass(frozen=True)
+class SendPlan:
+    """What a sender end is made of."""
+
+    manifest: Manifest
+    tensors: Sequence[torch.Tensor]
+    """The source tensors in manifest order, aliases included, all on `device`; their addresses stay."""
+    mode: Literal["Direct", "Packed"]
+    bucket_bytes: int
+    slots: int
+    runtime_dir: str
+    device: torch.device
+    interface: str = ""
+    collective_address: str = "127.0.0.1"
+    arena: object | None = field(default=None, compare=False)
+    """The arena that holds `tensors` at `manifest.arena_offsets`, where they were adopted into one."""
+
+
+class SendChannel(Protocol):
+    """What the sender's state machine lends its transport within a step."""
+
+    step: int
+    deadline: Deadline
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Receivers still in the step; one that failed or died is gone from it."""
+        ...
+
+    def post(self, message: Message, rank: int | None = None) -> None:
+        """Sends to one receiver, or to all in the step. Never blocks; a dead receiver leaves the step."""
+        ...
+
+    def pump(self, until_drained: int | None = None) -> None:
+        """Takes messages in until every receiver in the step has drained this bucket (None: just what is there).
+
+        Raises StepTimeout at the deadline. Receivers that answer Error or die leave the step on the way.
+        """
+        ...
+
+    def alive(self) -> bool:
+        """Takes in what is there, without waiting; False once a receiver left this step. For polling loops."""
+        ...
+
+
+class ReceiveChannel(Protocol):
+    """What the receiver's state machine lends its transport within a step."""
+
+    step: int
+    deadline: Deadline
+
+    def wait_bucket(self, bucket: int) -> int:
+        """Waits for the sender's Bucket message and gives its slot. Raises StepTimeout, or Closed at an Abort."""
+        ...
+
+    def drained(self, bucket: int) -> None:
+        """Tells the sender that the bucket's slot is free."""
+        ...
+
+    def check(self) -> None:
+        """Raises Closed when the sender has aborted the step or is gone. Never waits; for polling loops."""
+        ...
+
+
+class SenderTransport(ABC):
+    """The sender's end."""
+
+    kind: ClassVar[Literal["IPC", "NCCL"]]
+    collective: ClassVar[bool] = False
+    """True: all members move the bytes together, in a group that `regroup` and `connect` make."""
+
+    def __init__(self, plan: SendPlan) -> None:
+        self.plan = plan
+
+    @property
+    def whole(self) -> bool:
+        """True: the bytes are in place when a step begins (Direct), and nothing but Begin is sent."""
+        return self.plan.mode == "Direct" and not self.collective
+
+    @property
+    @abstractmethod
+    def route(self) -> str:
+        """What the bytes really go through, such as SharedMemory, CUDA-IPC, P2P/CUMEM, NET/Socket."""
+
+    @property
+    @abstractmethod
+    def owned_bytes(self) -> int:
+        """Bytes of staging and arena memory that this end allocated outside torch's allocator."""
+
+    def offer(self, identity: Identity) -> Offer | None:
+        """Exports for this one receiver. Raises Refused with the sentence that says why memory can't be shared."""
+        return None
+
+    def check_join(self, rank: int, joined: Joined) -> None:
+        """Judges the receiver's self-test. Raises SelfTestFailed."""
+
+    def regroup(self, epoch: int, ranks: Sequence[int], timeout: float) -> Regroup:
+        """The message that invites `ranks` (0 first) into a new group. Collective transports only."""
+        raise NotImplementedError
+
+    def connect(self, regroup: Regroup, deadline: Deadline) -> None:
+        """Joins the group as rank 0; blocks until all members are in. Raises TransportError or StepTimeout."""
+        raise NotImplementedError
+
+    def fence(self) -> None:
+        """Makes the trainer's queued writes visible to what follows. On a GPU: waits for the current stream."""
+
+    @abstractmethod
+    def digests(self) -> bytes:
+        """8 bytes little-endian a tensor in manifest order (see digest.py)."""
+
+    @abstractmethod
+    def send(self, channel: SendChannel) -> None:
+        """Moves a step's bytes. Returns when this end's part is done; ACKs are the state machine's.
+
+        Raises TransportError or StepTimeout. Not called when `whole`.
+        """
+
+    @abstractmethod
+    def forget(self, rank: int) -> int:
+        """The receiver is gone: takes back what was exported to it. Gives the bytes that it left stranded."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives all memory back. Idempotent."""
+
+
+class ReceiverTransport(ABC):
+    """The receiver's end."""
+
+    def __init__(self, welcome: Welcome, manifest: Manifest, target: Target) -> None:
+        self.welcome = welcome
+        self.manifest = manifest
+        self.target = target
+
+    @property
+    @abstractmethod
+    def owned_bytes(self) -> int:
+        """Bytes of memory that this end allocated outside torch's allocator."""
+
+    @abstractmethod
+    def join(self, deadline: Deadline) -> Joined:
+        """Imports what was offered, once, and runs the self-test. Raises TransportError, SelfTestFailed."""
+
+    def regroup(self, regroup: Regroup, rank: int, deadline: Deadline) -> Regrouped:
+        """Joins the new group; blocks until all members are in. Raises TransportError or StepTimeout."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def receive(self, channel: ReceiveChannel) -> None:
+        """Moves a step's bytes into the target; returns when they are there and no view of ours is left.
+
+        Raises TransportError, StepTimeout, ViewsRetained, or what the target's `load` raised.
+        """
+
+    @abstractmethod
+    def digests(self) -> bytes:
+        """Of the target's tensors, as `SenderTransport.digests`; of what was handed to `load` where there are none."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Releases every import, exactly once. Idempotent."""

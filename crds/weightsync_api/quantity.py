@@ -1,0 +1,42 @@
+"""Kubernetes resource quantities of bytes: `256Mi`, `1G`, `1073741824`.
+
+Grammar: https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+PATTERN = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|Pi|Ei|k|M|G|T|P|E)?$"
+
+_FACTORS = {
+    "": 1,
+    **{suffix: 1000 ** (i + 1) for i, suffix in enumerate(["k", "M", "G", "T", "P", "E"])},
+    **{suffix: 1024 ** (i + 1) for i, suffix in enumerate(["Ki", "Mi", "Gi", "Ti", "Pi", "Ei"])},
+}
+
+
+def parse_bytes(quantity: str) -> int:
+    """Bytes of a quantity, rounded up as Kubernetes does. Raises ValueError when it does not parse."""
+    if not re.match(PATTERN, quantity):
+        raise ValueError(f"{quantity!r} is no quantity of bytes: write for example 256Mi, 1Gi or 1073741824")
+    number, suffix = re.match(r"^([0-9.]+)(.*)$", quantity).groups()  # type: ignore[union-attr]
+    exact = Decimal(number) * _FACTORS[suffix]
+    return int(exact) if exact == int(exact) else int(exact) + 1
+
+
+def format_bytes(count: int) -> str:
+    """Bytes for people: `8.1GiB`, `512B`, `64MiB`."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024 or unit == "TiB":
+            text = f"{size:.1f}".removesuffix(".0") if unit != "B" else str(int(size))
+            return text + unit
+        size /= 1024
+    raise AssertionError("unreachable")
+
+
+def format_delta(count: int) -> str:
+    """A change of bytes with its sign: `+0B`, `-64MiB`."""
+    return ("+" if count >= 0 else "-") + format_bytes(abs(count))

@@ -1,0 +1,106 @@
+"""What agents report. The sender's `GET /report?after=STEP` answers with a `Report`; the operator turns it into status."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from enum import StrEnum
+
+from pydantic import Field
+
+from .base import StatusModel
+
+
+class AgentState(StrEnum):
+    """State of an agent, as its peer or itself sees it."""
+
+    STARTING = "Starting"
+    """Not joined yet."""
+    JOINED = "Joined"
+    """Joined and self-tested; holds no whole step yet."""
+    SYNCED = "Synced"
+    """Holds the last step whole."""
+    TAINTED = "Tainted"
+    """Its last step broke off: its weights may be mixed. Not ready until a later step is whole."""
+    LOST = "Lost"
+    """Its process is gone or silent."""
+    REFUSED = "Refused"
+    """The sender refused it; `message` says why."""
+
+
+class MemorySample(StatusModel):
+    """An agent's memory around one step, in bytes, read at the same two points of every step.
+
+    CUDA: torch.cuda.memory_reserved, memory_allocated and max_memory_reserved of the agent's device.
+    CPU: the process's own resident memory plus the segments it owns; allocated: the segments alone.
+    """
+
+    reserved_before: int = Field(default=0, description="Reserved when the step began.")
+    reserved_after: int = Field(default=0, description="Reserved when the step was done.")
+    allocated_after: int = Field(default=0, description="Allocated when the step was done.")
+    peak: int = Field(default=0, description="Most reserved within the step.")
+    untracked: int = Field(default=0, description="Device memory of the process that torch does not count; 0: unknown.")
+
+    @property
+    def delta(self) -> int:
+        return self.reserved_after - self.reserved_before
+
+
+class ReceiverStep(StatusModel):
+    """One receiver's part of a step."""
+
+    rank: int = Field(description="Rank of the receiver, from 1.")
+    state: AgentState = Field(description="Synced when it acknowledged; Tainted, Lost or Refused otherwise.")
+    ack_microseconds: int = Field(default=0, description="From the end of the step's data to its ACK.")
+    load_microseconds: int = Field(default=0, description="Its own time from Begin to loaded, synchronised, released.")
+    memory: MemorySample = Field(default_factory=MemorySample, description="Its memory around the step.")
+    verified: bool = Field(default=False, description="Its digests were compared and equal.")
+    error: str = Field(default="", description="Why it failed: step, bucket and cause.", max_length=4096)
+
+
+class StepReport(StatusModel):
+    """One step, as the sender saw it whole."""
+
+    step: int = Field(description="Number of the step, from 1.")
+    started_at: datetime = Field(description="When step() was called.")
+    duration_microseconds: int = Field(description="From the call of step() to the last ACK.")
+    bytes: int = Field(description="Bytes of weights that each receiver got.")
+    memory: MemorySample = Field(default_factory=MemorySample, description="The sender's memory around the step.")
+    receivers: list[ReceiverStep] = Field(default_factory=list, description="By rank.")
+    verified: bool = Field(default=False, description="Every receiver's digests were compared and equal.")
+    complete: bool = Field(description="Every receiver that was present acknowledged.")
+
+    @property
+    def delta(self) -> int:
+        """Largest change of reserved memory of any agent, in bytes."""
+        return max([self.memory.delta, *(r.memory.delta for r in self.receivers if r.state == AgentState.SYNCED)])
+
+
+class AgentReport(StatusModel):
+    """One agent's identity and state."""
+
+    rank: int = Field(description="0: the sender.")
+    pod: str = Field(default="", description="Pod, or process for a local run.")
+    node: str = Field(default="", description="Node that it runs on.")
+    pid: int = Field(default=0, description="Process id in its own namespace.")
+    gpu: str = Field(default="", description="UUID of its GPU; empty on CPU.")
+    state: AgentState = Field(default=AgentState.STARTING, description="Its state.")
+    message: str = Field(default="", description="Why, where the state needs a reason.", max_length=4096)
+    step: int = Field(default=0, description="Last step that it holds whole.")
+    ack_microseconds: int = Field(default=0, description="Its last ACK latency.")
+    memory: MemorySample = Field(default_factory=MemorySample, description="Its memory around its last step.")
+
+
+class Report(StatusModel):
+    """The body of `GET /report?after=STEP`: every kept step above STEP, and the agents as they are now."""
+
+    namespace: str = Field(description="Namespace of the WeightSync.")
+    name: str = Field(description="Name of the WeightSync.")
+    uid: str = Field(default="", description="UID of the WeightSync: a report for another one is refused.")
+    session: str = Field(description="Changes whenever the sender's process starts anew.")
+    transport: str = Field(default="", description="IPC or NCCL.")
+    mode: str = Field(default="", description="Direct or Packed.")
+    route: str = Field(default="", description="Route that the bytes really take.")
+    self_tested: bool = Field(default=False, description="Every joined receiver passed the transport's self-test.")
+    agents: list[AgentReport] = Field(default_factory=list, description="By rank.")
+    steps: list[StepReport] = Field(default_factory=list, description="Oldest first; the sender keeps the last 64.")
+    finished: bool = Field(default=False, description="The sender will do no more steps.")
