@@ -97,6 +97,7 @@ class Hello(Message):
     name: str = Field(max_length=253)
     identity: Identity
     manifest_hash: str = Field(default="", max_length=64, description="of the manifest that it still has; or empty")
+    step: int = Field(default=0, ge=0, description="last step that it holds whole: a new sender goes on after it")
 
 
 class Welcome(Message):

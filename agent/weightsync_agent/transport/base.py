@@ -22,7 +22,7 @@ Life of the two ends:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol
 
@@ -32,6 +32,19 @@ from ..deadline import Deadline
 from ..manifest import Manifest
 from ..protocol import Identity, Joined, Message, Offer, Regroup, Regrouped, Welcome
 from ..targets import Target
+
+
+class Arena(Protocol):
+    """One piece of memory that other processes can map: HostMemory, or a GPU's DeviceArena."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def tensor(self) -> torch.Tensor:
+        """All of it as uint8, shape (nbytes,)."""
+        ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -48,8 +61,11 @@ class SendPlan:
     device: torch.device
     interface: str = ""
     collective_address: str = "127.0.0.1"
-    arena: object | None = field(default=None, compare=False)
+    arena: Arena | None = field(default=None, compare=False)
     """The arena that holds `tensors` at `manifest.arena_offsets`, where they were adopted into one."""
+    gather: Callable[[Sequence[int]], Sequence[torch.Tensor]] | None = field(default=None, compare=False)
+    """Where `tensors` are not what is sent (shards, or another dtype): makes the whole tensors of these manifest
+    entries, contiguous, in the manifest's dtype, valid until the next call. None: `tensors` themselves are sent."""
 
 
 class SendChannel(Protocol):
@@ -83,6 +99,8 @@ class ReceiveChannel(Protocol):
     """What the receiver's state machine lends its transport within a step."""
 
     step: int
+    verify: bool
+    """Whether `digests` will be asked for after this step."""
     deadline: Deadline
 
     def wait_bucket(self, bucket: int) -> int:
@@ -104,6 +122,9 @@ class SenderTransport(ABC):
     kind: ClassVar[Literal["IPC", "NCCL"]]
     collective: ClassVar[bool] = False
     """True: all members move the bytes together, in a group that `regroup` and `connect` make."""
+
+    needs_regroup: bool = False
+    """A collective transport's group is broken (a step failed in it): make a new one before the next step."""
 
     def __init__(self, plan: SendPlan) -> None:
         self.plan = plan
@@ -140,6 +161,12 @@ class SenderTransport(ABC):
 
     def fence(self) -> None:
         """Makes the trainer's queued writes visible to what follows. On a GPU: waits for the current stream."""
+
+    def open_step(self, step: int) -> None:
+        """The tensors lie still from now on: where receivers can look at shared memory, they see it there."""
+
+    def close_step(self) -> None:
+        """The step was given up: who still copies finds out after its copy that its bytes may be torn."""
 
     @abstractmethod
     def digests(self) -> bytes:

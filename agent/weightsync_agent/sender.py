@@ -1,0 +1,575 @@
+"""The sender: joins receivers at any time, and carries each step through: Begin, buckets, Commit, ACKs.
+
+One thread at a time drives the ROUTER socket, under `_lock`: `step()` for the whole of a step, and between steps a
+service thread that admits receivers as they come. Reports are published whole, so reading one never waits for a step.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal, Self
+
+import torch
+import zmq
+from weightsync_api.agent_config import AgentConfig
+from weightsync_api.reports import AgentReport, AgentState, MemorySample, Report, StepReport
+from weightsync_api.v1alpha1.spec import TransferMode, Transport, VerifyMode
+
+from . import protocol, wire
+from .adopt import adopt as adopt_tensors
+from .deadline import Deadline
+from .errors import (
+    Closed,
+    ConfigError,
+    JoinTimeout,
+    Refused,
+    SelfTestFailed,
+    StepFailed,
+    StepTimeout,
+    TransportError,
+)
+from .identity import load_config, local_identity
+from .manifest import describe
+from .memory import meter_for
+from .peers import Peer
+from .send_channel import StepChannel
+from .sources.module import Gatherer, gatherer_for
+from .transport import Arena, make_arena, sender_transport
+from .transport.base import SendPlan
+
+log = logging.getLogger("weightsync.sender")
+
+KEPT_STEPS = 64
+SERVICE_SECONDS = 0.05
+"""How often receivers that say Hello between steps are admitted. Waiting on the socket's file descriptor instead would
+wake the service thread at every ACK, in the middle of the step's own thread."""
+
+Weights = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+
+
+class Sender:
+    """Sends a module's, a dict's or an iterator's tensors to every receiver, step by step.
+
+    The tensors' addresses must stay; their values are read at `step()`. FSDP `DTensor`s are gathered bucket by bucket:
+    then every rank of the trainer makes a Sender and calls `step()`, and rank 0 sends.
+
+    Args:
+        source: what to send, in this order.
+        config: the AgentConfig of the WeightSync.
+        adopt: moves the tensors into one shared arena (views; same values, same Parameter objects, ties kept), which
+            lets receivers map them once and copy once a step.
+        arena: the arena that already holds the tensors at `Manifest.arena_offsets`.
+        dtype: send floating-point tensors converted to this dtype (float32 masters as bfloat16).
+
+    Raises:
+        ConfigError: the tensors and the configuration don't fit, or the endpoint is taken.
+    """
+
+    def __init__(
+        self,
+        source: Weights,
+        *,
+        config: AgentConfig,
+        pod: str = "",
+        node: str = "",
+        adopt: bool = False,
+        arena: Arena | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.config = config
+        self.session = secrets.token_hex(8)
+        self.errors: Counter[str] = Counter()
+        """Errors by kind since the start, for metrics: protocol, refused, timeout, lost, transport, receiver."""
+        self._gatherer: Gatherer = gatherer_for(source, dtype)
+        self._closed = False
+        self._finished = False
+        self._step = 0
+        self._lock = threading.RLock()
+        self._published = threading.Condition()
+        self._history: deque[StepReport] = deque(maxlen=KEPT_STEPS)
+        self._peers: dict[int, Peer] = {}
+        self._addresses: dict[bytes, Peer] = {}
+        self._channel: StepChannel | None = None
+        self._group: tuple[int, ...] = ()
+        self._epoch = 0
+        self._memory = MemorySample()
+        self._tried_join = False
+        self._report: Report
+        if not self._gatherer.leads:
+            return  # this trainer rank only helps to gather
+
+        tensors = self._gatherer.tensors
+        devices = {tensor.device for tensor in tensors}
+        if len(devices) > 1:
+            raise ConfigError(f"the weights are on several devices ({', '.join(map(str, devices))}): move them to one")
+        self.device = devices.pop() if devices else torch.device("cpu")
+        self.manifest = self._gatherer.manifest
+        if not tensors:
+            raise ConfigError("there are no weights to send: the source has no tensors")
+        self._arena = arena
+        self._own_arena = False
+        if adopt and arena is None:
+            if not self._gatherer.plain:
+                raise ConfigError("adopt=True needs whole tensors of the dtype that is sent: no DTensors, no dtype=")
+            self._arena = make_arena(self.device, self.manifest.arena_bytes)
+            adopt_tensors(self._gatherer.names, tensors, self.manifest, self._arena.tensor())
+            self._own_arena = True
+        self.identity = local_identity(0, self.device, pod, node)
+        Path(config.runtime_dir).mkdir(parents=True, exist_ok=True)
+        self._transport = sender_transport(
+            config.transport,
+            SendPlan(
+                manifest=self.manifest,
+                tensors=tensors,
+                mode=self._mode(),
+                bucket_bytes=config.bucket_bytes,
+                slots=config.slots,
+                runtime_dir=config.runtime_dir,
+                device=self.device,
+                interface=config.interface,
+                collective_address=config.collective_address,
+                arena=self._arena,
+                gather=None if self._gatherer.plain else self._gatherer.gather,
+            ),
+        )
+        self._meter = meter_for(self.device, lambda: self._transport.owned_bytes)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._authenticator = wire.authenticate(self._context, config.curve_dir)
+        try:
+            self._socket = wire.bind_router(self._context, config.bind, config.curve_dir)
+        except ConfigError:
+            self._transport.close()
+            raise
+        self._publish()
+        self._wake = threading.Event()
+        self._service = threading.Thread(target=self._serve, name="weightsync-sender", daemon=True)
+        self._service.start()
+
+    @classmethod
+    def from_env(cls, source: Weights, *, adopt: bool = False, dtype: torch.dtype | None = None) -> Self:
+        """The Sender of this process' WeightSync, as `weightsync run` or the operator set it up.
+
+        Also serves the agent's HTTP and ends with its runner. Raises ConfigError.
+        """
+        from .runtime import attach
+
+        sender = cls(source, config=load_config(), adopt=adopt, dtype=dtype)
+        if sender._gatherer.leads:
+            attach(sender)
+        return sender
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- a step -------------------------------------------------------------------------------------------------
+
+    def step(self) -> StepReport:
+        """Brings the weights as they are now to every receiver; in place at all of them when it returns.
+
+        The first step waits for the receivers that the configuration expects. Never hangs: every wait has a deadline.
+
+        Raises:
+            JoinTimeout: no receiver is there.
+            StepFailed: a receiver that was there did not acknowledge. Its `report` has the causes.
+            Closed: this sender was closed.
+        """
+        if not self._gatherer.leads:
+            self._gatherer.follow(self.config.bucket_bytes)
+            return StepReport(step=0, started_at=datetime.now(UTC), duration_microseconds=0, bytes=0, complete=True)
+        with self._lock:
+            if self._closed:
+                raise Closed("this sender is closed")
+            self._take_all()
+            if not self._tried_join:
+                self._await_receivers()
+            members = [peer for peer in self._peers.values() if peer.joined]
+            if not members:
+                raise JoinTimeout(self._nobody())
+            self._step = max(self._step, *(peer.step for peer in members)) + 1
+            deadline = Deadline(self.config.step_timeout_seconds)
+            channel = StepChannel(self._step, members, deadline, self._post, self._poll)
+            started_at, began = datetime.now(UTC), time.perf_counter()
+            self._meter.before()
+            self._channel = channel
+            try:
+                self._carry(channel)
+            except (TransportError, StepTimeout) as error:
+                self._break_off(channel, error)
+            finally:
+                self._channel = None
+            duration = time.perf_counter() - began
+            return self._conclude(channel, started_at, duration)
+
+    def _carry(self, channel: StepChannel) -> None:
+        config, transport, step = self.config, self._transport, channel.step
+        verify = config.verify.mode == VerifyMode.DIGEST and (
+            step % config.verify.every_steps == 0 or any(not p.verified_once for p in channel.members.values())
+        )
+        transport.fence()
+        if transport.collective:
+            self._regroup(channel)
+        transport.open_step(step)
+        digests = transport.digests() if verify and transport.whole else b""
+        channel.post(
+            protocol.Begin(
+                step=step,
+                manifest_hash=self.manifest.hash,
+                verify=verify,
+                whole=transport.whole,
+                digests=digests,
+                timeout_seconds=max(channel.deadline.remaining, 0.001),
+            )
+        )
+        if not transport.whole:
+            transport.send(channel)
+            channel.post(protocol.Commit(step=step, digests=transport.digests() if verify else b""))
+        channel.committed_at = time.perf_counter()
+        channel.wait_acks(channel.deadline.earlier(config.ack_timeout_seconds))
+
+    def _regroup(self, channel: StepChannel) -> None:
+        """Makes the collective's group anew where its members changed or the last step broke in it."""
+        ranks = (0, *sorted(channel.ranks))
+        if ranks == self._group and not self._transport.needs_regroup:
+            return
+        self._group = ()
+        self._epoch += 1
+        deadline = channel.deadline.earlier(self.config.join_timeout_seconds)
+        invitation = self._transport.regroup(self._epoch, ranks, deadline.remaining)
+        channel.post(invitation)
+        self._transport.connect(invitation, deadline)
+        channel.wait_regrouped(self._epoch, deadline)
+        if (0, *sorted(channel.ranks)) != ranks:
+            raise TransportError(f"step {channel.step}: a receiver was lost while the group was made")
+        self._group = ranks
+
+    def _break_off(self, channel: StepChannel, error: TransportError | StepTimeout) -> None:
+        """The step can't be completed: those who have not acknowledged are told to drop it, and are tainted."""
+        timed_out = isinstance(error, StepTimeout)
+        # First in shared memory, where it can't be late: the trainer may write as soon as step() returns.
+        self._transport.close_step()
+        self.errors["timeout" if timed_out else "transport"] += 1
+        self._take_all()
+        for rank in channel.ranks:
+            if rank not in channel.acks:
+                self._post(channel.members[rank], protocol.Abort(step=channel.step, cause=str(error)[:4096]))
+                channel.fail(rank, AgentState.TAINTED, str(error))
+        if self._transport.collective:
+            self._transport.needs_regroup = True
+
+    def _conclude(self, channel: StepChannel, started_at: datetime, duration: float) -> StepReport:
+        self._memory = self._meter.after()
+        for rank, ack in channel.acks.items():
+            peer = channel.members[rank]
+            peer.state, peer.message, peer.step = AgentState.SYNCED, "", channel.step
+            peer.ack_microseconds, peer.memory = ack.ack_microseconds, ack.memory
+            peer.verified_once |= ack.verified
+        for rank, failure in channel.failed.items():
+            self.errors["lost" if failure.state == AgentState.LOST else "receiver"] += 1
+            if failure.state == AgentState.LOST:
+                self._forget(channel.members[rank])
+        parts = channel.acks | channel.failed
+        report = StepReport(
+            step=channel.step,
+            started_at=started_at,
+            duration_microseconds=round(duration * 1e6),
+            bytes=self.manifest.nbytes,
+            memory=self._memory,
+            receivers=[parts[rank] for rank in sorted(parts)],
+            verified=bool(channel.acks) and all(ack.verified for ack in channel.acks.values()),
+            complete=not channel.failed,
+        )
+        self._history.append(report)
+        self._publish()
+        if channel.failed:
+            causes = "; ".join(f"{channel.members[r].label}: {f.error}" for r, f in sorted(channel.failed.items())[:20])
+            raise StepFailed(
+                f"WeightSync {self.config.namespace}/{self.config.name}: step {channel.step} reached "
+                f"{len(channel.acks)} of {len(parts)} receivers; {causes}; the next step() sends everything again",
+                report,
+            )
+        return report
+
+    # --- joining ------------------------------------------------------------------------------------------------
+
+    def _await_receivers(self) -> None:
+        """The first step waits until every expected receiver joined, or goes on with those there at the deadline."""
+        self._tried_join = True
+        deadline = Deadline(self.config.join_timeout_seconds)
+        wanted = set(range(1, self.config.receivers + 1))
+        while not deadline.passed:
+            there = {rank for rank, peer in self._peers.items() if peer.joined}
+            refused = {rank for rank, peer in self._peers.items() if peer.state == AgentState.REFUSED}
+            if wanted <= there | refused and (there or not wanted):
+                break
+            self._poll(min(0.1, deadline.remaining))
+        for rank in sorted(wanted - {rank for rank, peer in self._peers.items() if peer.joined}):
+            peer = self._peers.get(rank)
+            log.warning("rank %d is not there: %s", rank, peer.message if peer else "it never said hello")
+
+    def _nobody(self) -> str:
+        told = [f"rank {rank}: {p.message or p.state}" for rank, p in sorted(self._peers.items()) if not p.joined]
+        return (
+            f"WeightSync {self.config.namespace}/{self.config.name}: no receiver has joined at {self.config.bind} "
+            f"within {self.config.join_timeout_seconds:g} s; "
+            + ("; ".join(told[:20]) if told else "none has said hello: are the receivers' processes running?")
+        )
+
+    def _hello(self, address: bytes, hello: protocol.Hello) -> None:
+        try:
+            peer = self._enlist(address, hello)
+            offer = self._transport.offer(hello.identity)
+        except Refused as refusal:
+            self.errors["refused"] += 1
+            log.warning("rank %d of pod %s is refused: %s", hello.identity.rank, hello.identity.pod, refusal)
+            self._send(address, protocol.Refuse(reason=str(refusal)))
+            if (known := self._addresses.get(address)) is not None:
+                known.state, known.message = AgentState.REFUSED, str(refusal)
+            self._publish()
+            return
+        has_it = hello.manifest_hash == self.manifest.hash
+        self._post(
+            peer,
+            protocol.Welcome(
+                protocol=protocol.PROTOCOL_VERSION,
+                session=self.session,
+                transport=self._transport.kind,
+                mode=self._transport.plan.mode,
+                manifest_hash=self.manifest.hash,
+                manifest=None if has_it else self.manifest,
+                bucket_bytes=self._transport.plan.bucket_bytes,
+                slots=self._transport.plan.slots,
+                offer=offer,
+            ),
+        )
+        self._publish()
+
+    def _enlist(self, address: bytes, hello: protocol.Hello) -> Peer:
+        config, rank = self.config, hello.identity.rank
+        if hello.protocol != protocol.PROTOCOL_VERSION:
+            raise Refused(
+                f"the sender speaks protocol {protocol.PROTOCOL_VERSION}, the receiver {hello.protocol}: "
+                "run the same weightsync version on both sides"
+            )
+        if (hello.namespace, hello.name) != (config.namespace, config.name):
+            raise Refused(
+                f"this is the sender of WeightSync {config.namespace}/{config.name}, "
+                f"not of {hello.namespace}/{hello.name}"
+            )
+        if rank < 1:
+            raise Refused("rank 0 is the sender's: a receiver's WEIGHTSYNC_RANK is 1 or more")
+        old = self._peers.get(rank)
+        if old is not None and old.address != address and old.joined and self._send(old.address, protocol.Ping()):
+            raise Refused(f"rank {rank} is taken by pod {old.identity.pod}, process {old.identity.pid}, which is alive")
+        if old is not None:
+            self._forget(old)
+        peer = Peer(address, hello.identity, step=hello.step)
+        self._peers[rank] = self._addresses[address] = peer
+        return peer
+
+    def _joined(self, peer: Peer, joined: protocol.Joined) -> None:
+        try:
+            self._transport.check_join(peer.rank, joined)
+        except SelfTestFailed as failure:
+            peer.state, peer.message = AgentState.REFUSED, str(failure)
+            self.errors["refused"] += 1
+            log.warning("%s failed the self-test: %s", peer.label, failure)
+            self._post(peer, protocol.Refuse(reason=str(failure)))
+        else:
+            peer.state, peer.message = AgentState.JOINED, ""
+            self._post(peer, protocol.Admitted(step=self._step))
+            log.info("%s joined over %s", peer.label, joined.route)
+        self._publish()
+
+    def _forget(self, peer: Peer) -> None:
+        """Takes back what was exported to a receiver that is gone; its place in the book stays until it returns."""
+        self._addresses.pop(peer.address, None)
+        stranded = self._transport.forget(peer.rank)
+        if stranded:
+            log.warning("%s left %d bytes stranded: they come back when this process ends", peer.label, stranded)
+
+    # --- the socket ---------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        """Admits receivers between steps. The lock is only tried: while a step runs, the step takes messages in."""
+        while not self._wake.wait(SERVICE_SECONDS):
+            if not self._lock.acquire(blocking=False):
+                continue
+            try:
+                if self._closed:
+                    return
+                self._take_all()
+            except zmq.ZMQError as error:
+                log.error("the sender's socket failed, no receiver can join any more: %s", error)
+                return
+            finally:
+                self._lock.release()
+
+    def _poll(self, timeout: float) -> None:
+        """Waits up to `timeout` seconds for a message and takes in all that are there."""
+        if timeout <= 0 or self._socket.poll(max(1, round(timeout * 1000))):
+            self._take_all()
+
+    def _take_all(self) -> None:
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._take(frames)
+
+    def _take(self, frames: list[bytes]) -> None:
+        address = frames[0]
+        try:
+            if len(frames) != 2:
+                raise protocol.ProtocolError(f"{len(frames) - 1} frames instead of 1")
+            message = protocol.decode_from_receiver(frames[1])
+        except protocol.ProtocolError as error:
+            self.errors["protocol"] += 1
+            self._send(address, protocol.Error(cause=str(error)))
+            return
+        if isinstance(message, protocol.Hello):
+            self._hello(address, message)
+            return
+        peer = self._addresses.get(address)
+        if peer is None:
+            self.errors["protocol"] += 1
+            self._send(address, protocol.Error(cause=f"{message.kind} before Hello: say Hello first"))
+        elif isinstance(message, protocol.Joined):
+            self._joined(peer, message)
+        elif isinstance(message, protocol.Differs):
+            peer.state, peer.message = AgentState.REFUSED, message.differences
+            log.error("%s does not fit: %s", peer.label, message.differences)
+            self._publish()
+        elif isinstance(message, protocol.Bye):
+            self._bye(peer, message)
+        elif self._channel is None or not self._channel.take(peer, message):
+            # Late words of a step that was broken off: the receiver stays tainted until a whole step.
+            log.debug("%s: %s for no step in progress", peer.label, message.kind)
+
+    def _bye(self, peer: Peer, message: protocol.Bye) -> None:
+        reason = f"it said goodbye: {message.reason}" if message.reason else "it said goodbye"
+        if self._channel is not None and self._channel.members.get(peer.rank) is peer:
+            self._channel.fail(peer.rank, AgentState.LOST, f"step {self._channel.step}: {reason}")
+        peer.state, peer.message = AgentState.LOST, reason
+        self._forget(peer)
+        self._publish()
+
+    def _post(self, peer: Peer, message: protocol.Message) -> bool:
+        return self._send(peer.address, message)
+
+    def _send(self, address: bytes, message: protocol.Message) -> bool:
+        """False when the peer's connection is gone, or its queue is full because it stopped reading."""
+        try:
+            self._socket.send_multipart([address, protocol.encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                return False
+            raise
+        return True
+
+    # --- reports ------------------------------------------------------------------------------------------------
+
+    def report(self) -> Report:
+        """The kept steps and the agents as they are now. Never waits for a step; any thread."""
+        return self._report
+
+    def wait_report(self, after: int, timeout: float) -> Report:
+        """A report with a step above `after`, or whatever there is after `timeout` seconds; any thread."""
+        with self._published:
+            self._published.wait_for(
+                lambda: self._finished or bool(self._report.steps and self._report.steps[-1].step > after), timeout
+            )
+            report = self._report
+        return report.model_copy(update={"steps": [step for step in report.steps if step.step > after]})
+
+    def _publish(self) -> None:
+        tainted = any(part.error for part in self._history[-1].receivers) if self._history else False
+        me = AgentReport(
+            rank=0,
+            pod=self.identity.pod,
+            node=self.identity.node,
+            pid=self.identity.pid,
+            gpu=self.identity.gpu,
+            state=AgentState.SYNCED if self._history else AgentState.JOINED,
+            message="its last step did not reach every receiver" if tainted else "",
+            step=next((s.step for s in reversed(self._history) if s.complete), 0),
+            memory=self._memory,
+        )
+        peers = [self._peers[rank] for rank in sorted(self._peers)]
+        report = Report(
+            namespace=self.config.namespace,
+            name=self.config.name,
+            uid=self.config.uid,
+            session=self.session,
+            transport=self._transport.kind,
+            mode=self._transport.plan.mode,
+            route=self._transport.route,
+            self_tested=bool(peers) and all(peer.joined for peer in peers),
+            agents=[me, *(peer.report() for peer in peers)],
+            steps=list(self._history),
+            finished=self._finished,
+        )
+        with self._published:
+            self._report = report
+            self._published.notify_all()
+
+    # --- the end ------------------------------------------------------------------------------------------------
+
+    def _mode(self) -> Literal["Direct", "Packed"]:
+        wanted, shareable = self.config.mode, self._arena is not None or self.device.type == "cuda"
+        if self.config.transport == Transport.NCCL:
+            return "Direct" if wanted == TransferMode.DIRECT and self._gatherer.plain else "Packed"
+        if wanted == TransferMode.DIRECT and not (shareable and self._gatherer.plain):
+            raise ConfigError(
+                "transfer.mode Direct needs weights in memory that can be shared, whole and in the dtype that is sent: "
+                "pass adopt=True, or choose mode Auto or Packed"
+            )
+        return "Direct" if wanted != TransferMode.PACKED and shareable and self._gatherer.plain else "Packed"
+
+    def finish(self) -> None:
+        """Says in the report that no more steps come. `close` does so too."""
+        if self._gatherer.leads and not self._finished:
+            self._finished = True
+            with self._lock:
+                self._publish()
+
+    def close(self, reason: str = "the sender has finished") -> None:
+        """Says goodbye to every receiver and gives all memory back. Idempotent."""
+        if not self._gatherer.leads:
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for peer in self._peers.values():
+                if peer.joined:
+                    self._post(peer, protocol.Bye(reason=reason))
+            self._finished = True
+            self._publish()
+            self._socket.close()
+            self._transport.close()
+            if self._own_arena and self._arena is not None:
+                self._release_arena(self._arena)
+        self._wake.set()
+        if threading.current_thread() is not self._service:
+            self._service.join(timeout=2 * SERVICE_SECONDS)
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.term()
+
+    def _release_arena(self, arena: Arena) -> None:
+        """An adopted arena outlives the sender: the trainer's parameters are views of it."""
+        self._kept_arena = arena
+
+
+__all__ = ["Sender", "Weights", "describe"]

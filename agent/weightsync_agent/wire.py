@@ -1,0 +1,95 @@
+"""The ZeroMQ sockets of the control wire, with every option that matters set on purpose.
+
+The sender binds a ROUTER, receivers connect a DEALER. Options: http://api.zeromq.org/4-3:zmq-setsockopt
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import zmq
+from zmq.auth import load_certificate
+from zmq.auth.thread import ThreadAuthenticator
+
+from .errors import ConfigError
+from .protocol import MAX_MESSAGE_BYTES
+
+HEARTBEAT_MILLISECONDS = 2_000
+DEAD_AFTER_MILLISECONDS = 10_000
+"""A peer whose machine fell silent is disconnected after this long; a killed process, at once."""
+
+HIGH_WATER_MARK = 1_000
+"""Messages queued for one peer. A step queues as many as it has buckets in flight, so a full queue means a stuck peer."""
+
+LINGER_MILLISECONDS = 1_000
+"""How long a closing socket still tries to deliver a Bye."""
+
+SERVER_KEY, CLIENT_KEY = "sender", "receiver"
+"""File names of the CURVE certificates in `curve_dir`: sender.key(_secret), receiver.key(_secret)."""
+
+
+def bind_router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, curve_dir: str) -> zmq.Socket[bytes]:
+    """The sender's socket. Raises ConfigError when the endpoint can't be bound or a key is missing."""
+    socket = context.socket(zmq.ROUTER)
+    _common(socket)
+    # A message to a peer that is gone raises (EHOSTUNREACH) instead of vanishing: this is how a dead receiver is seen.
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    if curve_dir:
+        _, secret = _certificate(curve_dir, SERVER_KEY, secret=True)
+        socket.curve_secretkey, socket.curve_publickey = secret, _certificate(curve_dir, SERVER_KEY)[0]
+        socket.curve_server = True
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        socket.close(linger=0)
+        raise ConfigError(f"the sender can't bind {endpoint}: {error.strerror}; is another sender running there?") from None
+    return socket
+
+
+def connect_dealer(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, curve_dir: str) -> zmq.Socket[bytes]:
+    """A receiver's socket. Connecting goes on in the background, for ever. Raises ConfigError when a key is missing."""
+    socket = context.socket(zmq.DEALER)
+    _common(socket)
+    # Nothing is queued for a sender that isn't there: a new sender must not get the ACKs of the last one's steps.
+    socket.setsockopt(zmq.IMMEDIATE, 1)
+    socket.setsockopt(zmq.RECONNECT_IVL, 100)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
+    if curve_dir:
+        public, secret = _certificate(curve_dir, CLIENT_KEY, secret=True)
+        socket.curve_publickey, socket.curve_secretkey = public, secret
+        socket.curve_serverkey = _certificate(curve_dir, SERVER_KEY)[0]
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        socket.close(linger=0)
+        raise ConfigError(f"the receiver can't connect to {endpoint!r}: {error.strerror}") from None
+    return socket
+
+
+def authenticate(context: zmq.Context[zmq.Socket[bytes]], curve_dir: str) -> ThreadAuthenticator | None:
+    """Lets only the receivers' key in, by ZAP (https://rfc.zeromq.org/spec/27/). None without keys."""
+    if not curve_dir:
+        return None
+    authenticator = ThreadAuthenticator(context)
+    authenticator.start()
+    authenticator.configure_curve(domain="*", location=curve_dir)
+    return authenticator
+
+
+def _common(socket: zmq.Socket[bytes]) -> None:
+    socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+    socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+    socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MILLISECONDS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, DEAD_AFTER_MILLISECONDS)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, DEAD_AFTER_MILLISECONDS)
+    socket.setsockopt(zmq.IPV6, 1)
+
+
+def _certificate(directory: str, name: str, secret: bool = False) -> tuple[bytes, bytes | None]:
+    path = Path(directory) / f"{name}.key{'_secret' if secret else ''}"
+    try:
+        return load_certificate(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the CURVE key {path} can't be read: {error}") from None

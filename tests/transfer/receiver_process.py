@@ -1,0 +1,78 @@
+"""A receiver in a process of its own, which tells its parent on stdout, a JSON object a line, what became of it.
+
+Run as a script: CONFIG_PATH RANK OPTIONS_JSON. Options: target (dict | module | loader), and faults to play:
+raise_in_load, keep_views, sleep_in_load (seconds), steps it is played in (fault_steps).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import samples
+import torch
+from weightsync_agent.errors import Closed, WeightSyncError
+from weightsync_agent.receiver import Receiver
+from weightsync_api.agent_config import AgentConfig
+
+
+def say(**what: object) -> None:
+    print(json.dumps(what), flush=True)
+
+
+class LoadingEngine:
+    """As engines have it: `load_weights` copies by name into weights of its own."""
+
+    def __init__(self, options: dict[str, object]) -> None:
+        self.weights = samples.blank()
+        self.options = options
+        self.kept: list[torch.Tensor] = []
+        self.step = 1
+
+    def load_weights(self, named: list[tuple[str, torch.Tensor]]) -> None:
+        if self.step in self.options.get("fault_steps", []):
+            if self.options.get("raise_in_load"):
+                raise RuntimeError("the engine's loader is broken")
+            if self.options.get("keep_views"):
+                self.kept += [tensor for _, tensor in named]
+            time.sleep(self.options.get("sleep_in_load", 0))
+        for name, tensor in named:
+            self.weights[name].copy_(tensor)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    config = AgentConfig.model_validate_json(Path(sys.argv[1]).read_text())
+    options = json.loads(sys.argv[3])
+    engine = LoadingEngine(options)
+    weights = samples.blank() if options.get("target", "dict") == "dict" else engine.weights
+    if "names" in options:
+        weights = {options["names"].get(name, name): tensor for name, tensor in weights.items()}
+    target = weights if options.get("target", "dict") == "dict" else engine.load_weights
+    with Receiver(target, config=config, rank=int(sys.argv[2])) as receiver:
+        say(started=True)
+        tainted = ""
+        while True:
+            try:
+                step = receiver.poll(timeout=0.05)
+            except Closed as closed:
+                say(closed=str(closed))
+                return
+            except WeightSyncError as error:
+                say(error=type(error).__name__, message=str(error))
+                return
+            if step is not None:
+                say(step=step, ready=receiver.ready, fingerprint=samples.fingerprint(weights))
+                engine.step = step + 1
+                tainted = ""
+            elif receiver.state.state == "Tainted" and receiver.state.message != tainted:
+                tainted = receiver.state.message
+                engine.kept.clear()
+                engine.step += 1
+                say(tainted=tainted, ready=receiver.ready)
+
+
+if __name__ == "__main__":
+    main()
