@@ -1,0 +1,74 @@
+"""What a platform is: the local machine (`local.py`) and a Kubernetes cluster are the two that carry out a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from weightsync_api.reports import Report
+from weightsync_api.v1alpha1 import WeightSync, WeightSyncStatus
+
+from .plan import Key, Plan, PlanDefaults
+
+
+@dataclass(frozen=True)
+class ObservedAgent:
+    """One agent as the platform sees it, from outside: its process or its pod."""
+
+    rank: int
+    pod: str
+    node: str = ""
+    running: bool = False
+    exit_code: int | None = None
+    """Of the process that ran last, where none runs now; None: none has ended, it is still on its way."""
+    restarts: int = 0
+    reason: str = ""
+    """One CamelCase word where it does not run: ImagePullBackOff, Unschedulable, OOMKilled, Crashed."""
+    message: str = ""
+    """The cause in the platform's own words, for people."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a plan can't be carried out: a clash in a template, an object that is not ours, a quota."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What there is of one WeightSync."""
+
+    resource: WeightSync | None
+    """None: it was deleted."""
+    agents: tuple[ObservedAgent, ...] = ()
+    problems: tuple[Problem, ...] = ()
+
+
+class Platform(Protocol):
+    """Carries out plans. Every method is safe to repeat; none keeps the caller waiting beyond its own deadline."""
+
+    def defaults(self, ws: WeightSync) -> PlanDefaults:
+        """What the platform adds to the spec."""
+        ...
+
+    async def observe(self, key: Key) -> Observed:
+        """The resource and its agents, as they are now."""
+        ...
+
+    async def apply(self, plan: Plan) -> None:
+        """Makes what is missing, ends what is not in the plan, changes what differs. Returns without waiting for it."""
+        ...
+
+    async def report(self, key: Key, after: int, wait: float) -> Report | None:
+        """The sender's report of steps above `after`; waits up to `wait` seconds for one. None: no answer."""
+        ...
+
+    async def write_status(self, ws: WeightSync, status: WeightSyncStatus) -> None:
+        """Stores the status with the resource."""
+        ...
+
+    async def delete(self, key: Key) -> None:
+        """Ends everything that belongs to a WeightSync which is gone."""
+        ...

@@ -1,0 +1,164 @@
+"""One level-triggered pass: observe, plan, apply, report, status. The same for the local machine and for a cluster.
+
+Nothing here depends on what woke it: a pass looks at what is and does what is missing. Reports come in beside the
+passes, by a long poll (`follow`), and are folded into what the next pass reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+
+from weightsync_api.reports import Report, StepReport
+from weightsync_api.v1alpha1 import Condition, WeightSync, WeightSyncStatus
+
+from .plan import Key, plan
+from .platform import Platform
+from .reserved import ReservedHistory
+from .status import HISTORY, is_about, next_status
+
+log = logging.getLogger("weightsync.reconcile")
+
+POLL_SECONDS = 10.0
+"""Length of one long poll for a report."""
+RETRY_SECONDS = 0.25
+MAX_RETRY_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What a pass came to."""
+
+    resource: WeightSync | None
+    """None: the WeightSync is gone, and what belonged to it is deleted."""
+    status: WeightSyncStatus | None
+    written: bool
+    """Whether the status was stored: only when it differs, and not more often than the platform's limit."""
+    again_after: float | None
+    """Seconds after which a status that was held back is due; None: nothing waits."""
+
+
+@dataclass
+class _Memory:
+    """What is known of one WeightSync beyond its status: it can be lost without harm, and is after a restart."""
+
+    report: Report | None = None
+    """The newest report; its steps are those that no written status has yet."""
+    after: int = 0
+    """Last step that was reported."""
+    reserved: ReservedHistory = field(default_factory=lambda: ReservedHistory(1))
+    written_at: datetime | None = None
+
+
+class Reconciler:
+    """Brings WeightSyncs to what their specs say, on one platform.
+
+    Args:
+        platform: carries out the plans.
+        status_interval: seconds between two writes of one resource's status, unless a condition changed.
+        on_steps: told of new steps as soon as they are reported.
+        now: the clock.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        *,
+        status_interval: float = 0,
+        on_steps: Callable[[Key, Sequence[StepReport]], None] | None = None,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._platform = platform
+        self._interval = timedelta(seconds=status_interval)
+        self._on_steps = on_steps
+        self._now = now
+        self._memories: dict[Key, _Memory] = {}
+
+    async def reconcile(self, key: Key) -> Pass:
+        """One pass. Raises what the platform raises: the caller backs off and comes again."""
+        observed = await self._platform.observe(key)
+        ws = observed.resource
+        if ws is None:
+            await self._platform.delete(key)
+            self._memories.pop(key, None)
+            return Pass(None, None, False, None)
+        planned = plan(ws, self._platform.defaults(ws))
+        if not observed.problems:
+            await self._platform.apply(planned)
+        memory = self._memory(key, ws)
+        before = ws.status or WeightSyncStatus()
+        now, report = self._now(), memory.report
+        status = next_status(ws, planned, observed, report, now, before, memory.reserved)
+        if status == before:
+            return Pass(ws, status, False, None)
+        due = memory.written_at + self._interval if memory.written_at else now
+        if now < due and _states(status.conditions) == _states(before.conditions):
+            return Pass(ws, status, False, (due - now).total_seconds())
+        await self._platform.write_status(ws, status)
+        memory.written_at = now
+        if memory.report is not None and report is not None and report.steps:
+            # What came in while the status was written is still to be written.
+            written = {(step.step, step.started_at) for step in report.steps}
+            rest = [step for step in memory.report.steps if (step.step, step.started_at) not in written]
+            memory.report = memory.report.model_copy(update={"steps": rest})
+        return Pass(ws, status, True, None)
+
+    async def poll(self, key: Key, ws: WeightSync, wait: float = POLL_SECONDS) -> bool:
+        """One long poll of the sender's report. False: nobody answered."""
+        memory = self._memory(key, ws)
+        report = await self._platform.report(key, memory.after, wait)
+        if report is None or not is_about(report, ws):
+            return False
+        if memory.report is not None and report.session != memory.report.session and memory.after:
+            # A new sender counts on from its receivers' step, or from 1 where they are new too: ask for all it has.
+            memory.after = 0
+            report = await self._platform.report(key, 0, 0) or report
+        memory.reserved.record(report)
+        new = [step for step in report.steps if step.step > memory.after]
+        unwritten = memory.report.steps if memory.report else []
+        memory.report = report.model_copy(update={"steps": [*unwritten, *new][-HISTORY:]})
+        if new:
+            memory.after = new[-1].step
+            if self._on_steps is not None:
+                self._on_steps(key, new)
+        return True
+
+    async def follow(self, key: Key, ws: WeightSync, wake: Callable[[], None], poll: float = POLL_SECONDS) -> None:
+        """Polls for ever, and wakes the passes whenever something new was reported. Ends when the sender finished."""
+        delay = RETRY_SECONDS
+        while True:
+            before = self.latest(key)
+            if await self.poll(key, ws, poll):
+                delay = RETRY_SECONDS
+                report = self.latest(key)
+                if report != before:
+                    wake()
+                if report is not None and report.finished:
+                    return
+            else:
+                # Jitter: a thousand senders that restart together are not asked together.
+                await asyncio.sleep(delay * random.uniform(0.5, 1))
+                delay = min(delay * 2, MAX_RETRY_SECONDS)
+
+    def latest(self, key: Key) -> Report | None:
+        """The newest report of this WeightSync; its steps are those that no written status has yet."""
+        return self._memories[key].report if key in self._memories else None
+
+    def reserved(self, key: Key) -> ReservedHistory | None:
+        """The memory of all steps that were reported."""
+        return self._memories[key].reserved if key in self._memories else None
+
+    def _memory(self, key: Key, ws: WeightSync) -> _Memory:
+        memory = self._memories.setdefault(key, _Memory(reserved=ReservedHistory(ws.spec.memory.window)))
+        if memory.reserved.window != ws.spec.memory.window:
+            memory.reserved = ReservedHistory(ws.spec.memory.window)
+        return memory
+
+
+def _states(conditions: Sequence[Condition]) -> list[tuple[str, str, str]]:
+    """What makes a change that is written at once: a figure in a message is none."""
+    return [(c.type, c.status, c.reason) for c in conditions]

@@ -1,0 +1,254 @@
+"""Pure: what was observed and what the sender reports -> the status of a WeightSync."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from weightsync_api.quantity import format_bytes, format_delta
+from weightsync_api.reports import AgentReport, AgentState, Report, StepReport
+from weightsync_api.v1alpha1 import (
+    AgentStatus,
+    Condition,
+    ConditionType,
+    StepStatus,
+    Summary,
+    WeightSync,
+    WeightSyncStatus,
+)
+from weightsync_api.v1alpha1.status import AckMicroseconds, ReservedBytes
+
+from . import conditions
+from .conditions import Facts, Verdict
+from .plan import Plan, PlannedAgent, Role
+from .platform import Observed, ObservedAgent
+from .reserved import ReservedHistory
+from .text import latency, percentile, rate
+
+HISTORY = 10
+
+
+def next_status(
+    ws: WeightSync,
+    plan: Plan,
+    observed: Observed,
+    report: Report | None,
+    now: datetime,
+    previous: WeightSyncStatus,
+    reserved: ReservedHistory | None = None,
+) -> WeightSyncStatus:
+    """The status as it should be now.
+
+    `report` brings steps that `previous` lacks, and may bring ones that it has; None: the sender did not answer (yet).
+    `reserved` has the memory of all steps so far; without it, that of the report's steps is judged.
+    A report for another WeightSync is passed over.
+    """
+    if report is not None and not is_about(report, ws):
+        report = None
+    if reserved is None:
+        reserved = ReservedHistory(ws.spec.memory.window)
+        if report is not None:
+            reserved.record(report)
+    if ws.spec.suspend:
+        report = None
+    finished = (report.finished if report else False) or _was_complete(previous, observed)
+    history = _merge(previous.history, report.steps if report else [])
+    last = history[-1] if history else previous.last_step
+    complete = [step.step for step in history if step.complete]
+    step = complete[-1] if complete else previous.step
+    agents = _agents(plan, observed, report, previous.agents, finished)
+    replicas = plan.receiver_replicas()
+    by_rank = {agent.rank: agent for agent in agents}
+    synced = sum(all(by_rank[a.rank].state == AgentState.SYNCED for a in replica) for replica in replicas)
+    there = {agent.rank for agent in observed.agents}
+    facts = Facts(
+        ws=ws,
+        plan=plan,
+        observed=observed,
+        report=report,
+        agents=agents,
+        last=report.steps[-1] if report and report.steps else None,
+        step=step,
+        broken_step=last.step if last and not last.complete else 0,
+        reserved=reserved,
+        finished=finished,
+    )
+    verdicts = _judge(facts, previous)
+    wanted = len(replicas) if not ws.spec.suspend else ws.spec.receivers.replicas
+    return WeightSyncStatus(
+        observed_generation=ws.metadata.generation,
+        conditions=_conditions(verdicts, ws.metadata.generation, now, previous.conditions),
+        transport=(report.transport if report else "") or plan.transport.value,
+        mode=(report.mode if report else "") or previous.mode,
+        route=(report.route if report else "") or previous.route,
+        replicas=sum(any(a.rank in there for a in replica) for replica in replicas),
+        ready_replicas=synced,
+        selector=plan.selector,
+        step=step,
+        last_step=last,
+        history=history,
+        agents=agents,
+        summary=Summary(
+            status=_word(facts, verdicts),
+            receivers=f"{synced}/{wanted}",
+            reserved=format_bytes(max(last.reserved_bytes.sender, last.reserved_bytes.receiver_max)) if last else "",
+            reserved_delta=format_delta(last.reserved_bytes.delta) if last else "",
+            ack=latency(last.ack_microseconds.max) if last and last.receivers else "",
+            rate=rate(last.bytes, last.duration_microseconds) if last and last.complete else "",
+        ),
+    )
+
+
+def is_about(report: Report, ws: WeightSync) -> bool:
+    """Whether the report is this WeightSync's: an agent that reports for another one is not believed."""
+    meta = ws.metadata
+    same_uid = not (report.uid and meta.uid) or report.uid == meta.uid
+    return same_uid and (report.namespace, report.name) == (meta.namespace, meta.name)
+
+
+def step_status(step: StepReport) -> StepStatus:
+    """A step's figures, aggregated over its receivers."""
+    acked = [row for row in step.receivers if row.state == AgentState.SYNCED]
+    acks = [row.ack_microseconds for row in acked]
+    return StepStatus(
+        step=step.step,
+        started_at=step.started_at,
+        duration_microseconds=step.duration_microseconds,
+        bytes=step.bytes,
+        receivers=len(acked),
+        reserved_bytes=ReservedBytes(
+            sender=step.memory.reserved_after,
+            receiver_max=max((row.memory.reserved_after for row in acked), default=0),
+            delta=step.delta,
+            peak=max([step.memory.peak, *(row.memory.peak for row in acked)]),
+        ),
+        ack_microseconds=AckMicroseconds(p50=percentile(acks, 50), p99=percentile(acks, 99), max=max(acks, default=0)),
+        verified=step.verified,
+        complete=step.complete,
+    )
+
+
+def condition(status: WeightSyncStatus, kind: ConditionType) -> Condition | None:
+    """The condition of this type, where the status has it."""
+    return next((c for c in status.conditions if c.type == kind), None)
+
+
+def _was_complete(previous: WeightSyncStatus, observed: Observed) -> bool:
+    """A sender that finished stays finished when its process is gone, until another one runs."""
+    runs = any(agent.rank == 0 and agent.running for agent in observed.agents)
+    return previous.summary.status == "Complete" and not runs
+
+
+def _merge(history: Sequence[StepStatus], steps: Sequence[StepReport]) -> list[StepStatus]:
+    """The last steps by their beginning, each once. Numbers may come again after all agents were lost; times don't."""
+    known = {(step.step, step.started_at): step for step in history}
+    known |= {(step.step, step.started_at): step_status(step) for step in steps[-HISTORY:]}
+    return sorted(known.values(), key=lambda step: (step.started_at, step.step))[-HISTORY:]
+
+
+def _agents(
+    plan: Plan, observed: Observed, report: Report | None, previous: Sequence[AgentStatus], finished: bool
+) -> list[AgentStatus]:
+    told = {agent.rank: agent for agent in report.agents} if report else {}
+    before = {agent.rank: agent for agent in previous}
+    seen = {agent.rank: agent for agent in observed.agents}
+    return [_agent(a, seen.get(a.rank), told.get(a.rank), before.get(a.rank), finished) for a in plan.agents()]
+
+
+def _agent(
+    planned: PlannedAgent,
+    seen: ObservedAgent | None,
+    told: AgentReport | None,
+    before: AgentStatus | None,
+    finished: bool,
+) -> AgentStatus:
+    agent = AgentStatus(
+        rank=planned.rank, role="Sender" if planned.role == Role.SENDER else "Receiver", pod=planned.pod
+    )
+    if told is not None:
+        agent = agent.model_copy(
+            update={
+                "node": told.node,
+                "gpu": told.gpu,
+                "state": told.state.value,
+                "message": told.message,
+                "step": told.step,
+                "reserved_bytes": told.memory.reserved_after,
+                "allocated_bytes": told.memory.allocated_after,
+                "ack_microseconds": told.ack_microseconds,
+            }
+        )
+    elif before is not None and before.pod == planned.pod:
+        agent = before.model_copy()
+    if seen is None:
+        return agent.model_copy(update={"state": AgentState.STARTING.value, "message": "not made yet"})
+    agent.node = seen.node or agent.node
+    if seen.running:
+        if told is None and agent.state == AgentState.LOST:
+            agent = agent.model_copy(update={"state": AgentState.STARTING.value, "message": ""})
+    elif seen.exit_code is None and not agent.step:
+        agent = agent.model_copy(update={"state": AgentState.STARTING.value, "message": seen.message})
+    elif not (finished and seen.exit_code == 0):
+        agent = agent.model_copy(update={"state": AgentState.LOST.value, "message": seen.message})
+    return agent
+
+
+def _judge(facts: Facts, previous: WeightSyncStatus) -> dict[ConditionType, Verdict]:
+    verdicts = {
+        ConditionType.READY: conditions.ready(facts),
+        ConditionType.PROGRESSING: conditions.progressing(facts),
+        ConditionType.MEMORY_STABLE: conditions.memory_stable(facts),
+        ConditionType.ACKS_TIMELY: conditions.acks_timely(facts),
+        ConditionType.TRANSPORT_OPTIMAL: conditions.transport_optimal(facts),
+        ConditionType.SUSPENDED: conditions.suspended(facts),
+    }
+    if (verified := conditions.ipc_verified(facts)) is not None:
+        verdicts[ConditionType.IPC_VERIFIED] = verified
+    # What is measured in steps stands until a new step says otherwise: a quiet sender is no evidence.
+    for kind in (
+        ConditionType.MEMORY_STABLE,
+        ConditionType.ACKS_TIMELY,
+        ConditionType.TRANSPORT_OPTIMAL,
+        ConditionType.IPC_VERIFIED,
+    ):
+        old = condition(previous, kind)
+        if kind in verdicts and verdicts[kind].status == "Unknown" and old is not None:
+            verdicts[kind] = Verdict(old.status, old.reason, old.message)
+    return verdicts
+
+
+def _conditions(
+    verdicts: dict[ConditionType, Verdict], generation: int, now: datetime, previous: Sequence[Condition]
+) -> list[Condition]:
+    before = {c.type: c for c in previous}
+    found = []
+    for kind in ConditionType:
+        if (verdict := verdicts.get(kind)) is None:
+            continue
+        old = before.get(kind)
+        since = old.last_transition_time if old and old.status == verdict.status else now.replace(microsecond=0)
+        found.append(
+            Condition(
+                type=kind,
+                status=verdict.status,
+                reason=verdict.reason,
+                message=verdict.message,
+                last_transition_time=since,
+                observed_generation=generation,
+            )
+        )
+    return found
+
+
+def _word(facts: Facts, verdicts: dict[ConditionType, Verdict]) -> str:
+    """The column STATUS, one word."""
+    if facts.ws.spec.suspend:
+        return "Suspended"
+    if facts.finished:
+        return "Complete"
+    if verdicts[ConditionType.READY].status == "True":
+        return "Syncing"
+    broken = {AgentState.LOST, AgentState.TAINTED, AgentState.REFUSED}
+    if facts.observed.problems or facts.step or any(agent.state in broken for agent in facts.agents):
+        return "Degraded"
+    return "Starting"
