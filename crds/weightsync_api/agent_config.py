@@ -39,10 +39,14 @@ class AgentConfig(ApiModel):
     verify: Verify = Field(default_factory=Verify, description="When digests are compared.")
     source: Source | None = Field(default=None, description="Where the sender's weights come from.")
     steps: Steps = Field(default_factory=Steps, description="Pace and number of steps.")
-    bind: str = Field(description="ZeroMQ endpoint that the sender binds, such as tcp://*:7400 or ipc:///run/x/control.")
+    bind: str = Field(
+        description="ZeroMQ endpoint that the sender binds, such as tcp://*:7400 or ipc:///run/x/control."
+    )
     connect: str = Field(description="ZeroMQ endpoint that receivers connect.")
     runtime_dir: str = Field(description="Directory for Unix sockets, shared by the processes of one pod.")
-    curve_dir: str = Field(default="", description="Directory with the CURVE keys (see curve.py); empty: none (ipc://).")
+    curve_dir: str = Field(
+        default="", description="Directory with the CURVE keys (see curve.py); empty: none (ipc://)."
+    )
     interface: str = Field(default="", description="Network interface for NCCL and gloo; empty: theirs.")
     http: str = Field(
         default="",

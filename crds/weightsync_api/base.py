@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationInfo, model_validator
 from pydantic.alias_generators import to_camel
-from pydantic_core import PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 
 @dataclass(frozen=True)
@@ -18,12 +18,46 @@ class Rule:
     The API server evaluates `cel` (it is put into the CRD as `x-kubernetes-validations`);
     `weightsync run` evaluates `holds` on the model. Both answer with `message`.
     A transition rule compares with the stored object (`oldSelf`), which only the API server
-    has: its `holds` is None.
+    has: its `holds` is None. `field`, dotted and in camelCase, is what the sentence is about
+    when that is a field below the model's own.
     """
 
     message: str
     cel: str
     holds: Callable[[Any], bool] | None
+    field: str = ""
+
+    def schema(self) -> dict[str, str]:
+        """The entry of `x-kubernetes-validations`."""
+        path = {"fieldPath": f".{self.field}"} if self.field else {}
+        return {"rule": self.cel, "message": self.message, **path}
+
+
+DEFER_RULES = {"defer_rules": True}
+"""Validation context with which only types and bounds are checked; `broken_rules` then tells every broken rule."""
+
+
+def _raise_broken(rules: tuple[Rule, ...], value: Any, info: ValidationInfo) -> None:
+    if info.context and info.context.get("defer_rules"):
+        return
+    broken = [rule.message for rule in rules if rule.holds and not rule.holds(value)]
+    if broken:
+        # One error that holds every broken rule: pydantic keeps only the first that a validator raises.
+        raise PydanticCustomError("rule", "{sentences}", {"sentences": "\n".join(broken)})
+
+
+@dataclass(frozen=True)
+class Ruled:
+    """Annotation that attaches rules to a field which is no model, such as a quantity."""
+
+    rules: tuple[Rule, ...]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        def check(value: Any, info: ValidationInfo) -> Any:
+            _raise_broken(self.rules, value, info)
+            return value
+
+        return core_schema.with_info_after_validator_function(check, handler(source))
 
 
 class ApiModel(BaseModel):
@@ -33,12 +67,18 @@ class ApiModel(BaseModel):
 
     rules: ClassVar[tuple[Rule, ...]] = ()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, data: Any) -> Any:
+        """The API server drops the nulls of known fields and then fills in defaults: so do we."""
+        if not isinstance(data, dict) or None not in data.values():
+            return data
+        known = {name for key, field in cls.model_fields.items() for name in (key, field.alias)}
+        return {key: value for key, value in data.items() if value is not None or key not in known}
+
     @model_validator(mode="after")
-    def _check_rules(self) -> Self:
-        broken = [rule.message for rule in self.rules if rule.holds and not rule.holds(self)]
-        if broken:
-            # One error that holds every broken rule: pydantic keeps only the first that a validator raises.
-            raise PydanticCustomError("rule", "{sentences}", {"sentences": "\n".join(broken)})
+    def _check_rules(self, info: ValidationInfo) -> Self:
+        _raise_broken(self.rules, self, info)
         return self
 
 
@@ -46,3 +86,22 @@ class StatusModel(ApiModel):
     """A part of what is reported. Unknown fields are ignored, so that a newer peer's report still reads."""
 
     model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="ignore")
+
+
+def broken_rules(model: ApiModel, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Rule]]:
+    """Every rule that `model` breaks, as (path in camelCase, value at the path, rule).
+
+    A model's own rules come before those of its fields, in the API server's order. To be used on a
+    model validated with the context DEFER_RULES. Models in lists have no rules and are not visited.
+    """
+    for rule in model.rules:
+        if rule.holds and not rule.holds(model):
+            yield (*path, *(rule.field.split(".") if rule.field else ())), model, rule
+    for name, field in type(model).model_fields.items():
+        value = getattr(model, name)
+        here = (*path, field.alias or name)
+        for annotation in field.metadata:
+            if isinstance(annotation, Ruled):
+                yield from ((here, value, rule) for rule in annotation.rules if rule.holds and not rule.holds(value))
+        if isinstance(value, ApiModel):
+            yield from broken_rules(value, here)

@@ -5,10 +5,12 @@ Grammar: https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/
 
 from __future__ import annotations
 
+import math
 import re
 from decimal import Decimal
 
-PATTERN = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|Pi|Ei|k|M|G|T|P|E)?$"
+PATTERN = r"^[0-9]+(\.[0-9]{1,3})?(Ki|Mi|Gi|Ti|Pi|Ei|k|M|G|T|P|E)?$"
+"""Whole numbers, or up to 3 decimals. The grammar's milli-, exponent and signed forms make no sense for bytes."""
 
 _FACTORS = {
     "": 1,
@@ -17,13 +19,26 @@ _FACTORS = {
 }
 
 
+def parse_exact(quantity: str) -> Decimal:
+    """Bytes of a quantity, not rounded. Raises ValueError when it does not parse."""
+    # fullmatch: `$` alone would let a trailing newline pass.
+    if not re.fullmatch(PATTERN, quantity, re.ASCII):
+        raise ValueError(f"{quantity!r} is no quantity of bytes: write for example 256Mi, 1Gi or 1073741824")
+    number = quantity.rstrip("KMGTPEik")
+    return Decimal(number) * _FACTORS[quantity[len(number) :]]
+
+
 def parse_bytes(quantity: str) -> int:
     """Bytes of a quantity, rounded up as Kubernetes does. Raises ValueError when it does not parse."""
-    if not re.match(PATTERN, quantity):
-        raise ValueError(f"{quantity!r} is no quantity of bytes: write for example 256Mi, 1Gi or 1073741824")
-    number, suffix = re.match(r"^([0-9.]+)(.*)$", quantity).groups()  # type: ignore[union-attr]
-    exact = Decimal(number) * _FACTORS[suffix]
-    return int(exact) if exact == int(exact) else int(exact) + 1
+    return math.ceil(parse_exact(quantity))
+
+
+def within(quantity: str, least: str, most: str) -> bool:
+    """Whether it parses and is `least` or more and `most` or less, compared before rounding as in CEL."""
+    try:
+        return parse_exact(least) <= parse_exact(quantity) <= parse_exact(most)
+    except ValueError:
+        return False
 
 
 def format_bytes(count: int) -> str:

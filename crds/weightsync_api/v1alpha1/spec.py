@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, Field
+from pydantic import BeforeValidator, Field
 
-from ..base import ApiModel, Rule
-from ..quantity import parse_bytes
+from ..base import ApiModel, Rule, Ruled
+from ..quantity import PATTERN, within
+
+MAX_RECEIVERS = 1024
+"""Ranks of receivers in one WeightSync; status.agents holds one entry for each."""
+
+EXTENDED_RESOURCE = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$"
 
 
 class Device(StrEnum):
@@ -50,24 +56,56 @@ class DType(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
-def _above_zero(text: str) -> str:
-    if parse_bytes(text) <= 0:
-        raise ValueError(QUANTITY_MESSAGE)
-    return text
+class ImagePullPolicy(StrEnum):
+    ALWAYS = "Always"
+    IF_NOT_PRESENT = "IfNotPresent"
+    NEVER = "Never"
 
 
-QUANTITY_MESSAGE = "must be a quantity above zero, for example 256Mi"
-QUANTITY_CEL = "isQuantity(self) && quantity(self).isGreaterThan(quantity('0'))"
+def _integer_as_text(value: Any) -> Any:
+    """`1073741824` in YAML is a number: a quantity all the same."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
-Quantity = Annotated[
+
+def _quantity(least: str, example: str) -> Any:
+    """Bytes as a Kubernetes quantity (text, or a whole number) from `least` to MAX_QUANTITY; held as text."""
+    bounds = f"above zero, at most {MAX_QUANTITY}" if least == "1" else f"from {least} to {MAX_QUANTITY}"
+    rule = Rule(
+        f"must be a quantity of bytes {bounds}, for example {example}",
+        f"string(self).matches(r'{PATTERN}') && isQuantity(string(self))"
+        f" && quantity(string(self)).compareTo(quantity('{least}')) >= 0"
+        f" && quantity(string(self)).compareTo(quantity('{MAX_QUANTITY}')) <= 0",
+        lambda text: within(text, least, MAX_QUANTITY),
+    )
+    return Annotated[
+        str,
+        BeforeValidator(_integer_as_text),
+        Field(max_length=32, json_schema_extra={"x-kubernetes-int-or-string": True}),
+        Ruled((rule,)),
+    ]
+
+
+MAX_QUANTITY = "1Ti"
+
+if TYPE_CHECKING:
+    BucketSize = str
+    Growth = str
+else:
+    BucketSize = _quantity("4Ki", "256Mi")
+    Growth = _quantity("1", "64Mi")
+
+GpuResource = Annotated[
     str,
-    AfterValidator(_above_zero),
-    Field(
-        max_length=32,
-        json_schema_extra={"x-kubernetes-validations": [{"rule": QUANTITY_CEL, "message": QUANTITY_MESSAGE}]},
+    Ruled(
+        (
+            Rule(
+                "must be the name of an extended resource, such as nvidia.com/gpu",
+                f"self.matches(r'{EXTENDED_RESOURCE}')",
+                lambda text: re.fullmatch(EXTENDED_RESOURCE, text) is not None,
+            ),
+        )
     ),
 ]
-"""Bytes as a Kubernetes quantity, above zero."""
 
 Overlay = Annotated[dict[str, Any], Field(json_schema_extra={"x-kubernetes-preserve-unknown-fields": True})]
 """A strategic-merge overlay of a PodTemplateSpec. Its schema is the API server's, not ours."""
@@ -106,7 +144,7 @@ class Source(ApiModel):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
-            "write exactly one of synthetic, checkpoint and trainer",
+            "write exactly one of synthetic: {model: ...}, checkpoint: {path: ...} and trainer: {}",
             "[has(self.synthetic), has(self.checkpoint), has(self.trainer)].filter(x, x).size() == 1",
             lambda s: sum(x is not None for x in (s.synthetic, s.checkpoint, s.trainer)) == 1,
         ),
@@ -130,9 +168,11 @@ class SenderSpec(ApiModel):
 class ReceiversSpec(ApiModel):
     """The receivers: ranks 1 to replicas * gpusPerPod."""
 
-    rules: ClassVar[tuple[Rule, ...]] = ()
     replicas: int = Field(
-        default=1, ge=0, le=1024, description="Receiver pods (Dedicated) or receiver processes (Colocated, Node)."
+        default=1,
+        ge=0,
+        le=MAX_RECEIVERS,
+        description="Receiver pods (Dedicated) or receiver processes (Colocated, Node).",
     )
     gpus_per_pod: int = Field(
         default=1,
@@ -166,7 +206,7 @@ class Transfer(ApiModel):
         description="Direct: the sender's tensors are mapped once and read in place. Packed: through staging "
         "buckets. Auto: Direct wherever the sender's memory can be shared, Packed otherwise.",
     )
-    bucket_size: Quantity = Field(default="256Mi", description="Bytes of one staging bucket.")
+    bucket_size: BucketSize = Field(default="256Mi", description="Bytes of one staging bucket.")
     slots: int = Field(default=2, ge=1, le=16, description="Staging buckets in flight. 2 lets both sides work at once.")
     join_timeout_seconds: int = Field(
         default=300, ge=1, le=86_400, description="Seconds that the first step waits for the receivers to join."
@@ -188,7 +228,7 @@ class Steps(ApiModel):
 class MemoryLimits(ApiModel):
     """When the condition MemoryStable turns False."""
 
-    max_reserved_growth: Quantity = Field(
+    max_reserved_growth: Growth = Field(
         default="64Mi", description="Growth of an agent's reserved memory over the window that is still stable."
     )
     window: int = Field(default=8, ge=2, le=1000, description="Steps over which the growth is measured.")
@@ -197,7 +237,7 @@ class MemoryLimits(ApiModel):
 class Gpus(ApiModel):
     """How pods ask for GPUs."""
 
-    resource: str = Field(
+    resource: GpuResource = Field(
         default="nvidia.com/gpu", min_length=1, max_length=253, description="Extended resource of a GPU."
     )
     claim_template: str = Field(
@@ -224,11 +264,8 @@ class AgentSpec(ApiModel):
     """The agent's container."""
 
     image: str = Field(default="", max_length=512, description="Image; empty: the operator's default.")
-    image_pull_policy: str = Field(
-        default="IfNotPresent",
-        description="Always, IfNotPresent or Never.",
-        json_schema_extra={"enum": ["Always", "IfNotPresent", "Never"]},
-        pattern="^(Always|IfNotPresent|Never)$",
+    image_pull_policy: ImagePullPolicy = Field(
+        default=ImagePullPolicy.IF_NOT_PRESENT, description="When the kubelet pulls the image."
     )
     resources: Overlay = Field(default_factory=dict, description="Resource requirements of the agent's container.")
     env: Annotated[
@@ -252,8 +289,8 @@ class WeightSyncSpec(ApiModel):
         Rule(
             "transport NCCL can't connect two processes on one GPU: with placement Colocated write transport IPC or Auto",
             "!(self.transport == 'NCCL' && self.placement == 'Colocated' && self.device == 'CUDA')",
-            lambda s: not (
-                s.transport == Transport.NCCL and s.placement == Placement.COLOCATED and s.device == Device.CUDA
+            lambda s: (
+                not (s.transport == Transport.NCCL and s.placement == Placement.COLOCATED and s.device == Device.CUDA)
             ),
         ),
         Rule(
@@ -262,11 +299,18 @@ class WeightSyncSpec(ApiModel):
             lambda s: s.receivers.gpus_per_pod == 1 or s.placement == Placement.DEDICATED,
         ),
         Rule(
+            f"receivers.replicas times receivers.gpusPerPod must be at most {MAX_RECEIVERS}",
+            f"self.receivers.replicas * self.receivers.gpusPerPod <= {MAX_RECEIVERS}",
+            lambda s: s.receivers.replicas * s.receivers.gpus_per_pod <= MAX_RECEIVERS,
+        ),
+        Rule(
             "placement can't be changed: delete the WeightSync and create it anew",
             "self.placement == oldSelf.placement",
             None,
         ),
-        Rule("device can't be changed: delete the WeightSync and create it anew", "self.device == oldSelf.device", None),
+        Rule(
+            "device can't be changed: delete the WeightSync and create it anew", "self.device == oldSelf.device", None
+        ),
     )
 
     device: Device = Field(
@@ -291,4 +335,3 @@ class WeightSyncSpec(ApiModel):
     network: Network = Field(default_factory=Network, description="How pods reach each other.")
     agent: AgentSpec = Field(default_factory=AgentSpec, description="The agent's container.")
     suspend: bool = Field(default=False, description="True: no pods, so no GPUs; the last status is kept.")
-

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from datetime import datetime
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from ..base import StatusModel
+
+
+def _map(key: str) -> dict[str, Any]:
+    """Schema of a list whose entries server-side apply merges by `key`."""
+    return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
 
 
 class ConditionType(StrEnum):
@@ -88,13 +93,19 @@ class Summary(StatusModel):
     reserved_delta: str = Field(default="", description="Largest change of it over the last step, such as +0B.")
     ack: str = Field(default="", description="Slowest ACK of the last step, such as 0.8ms.")
     rate: str = Field(default="", description="Weights delivered to each receiver, such as 348GB/s.")
+    nodes: str = Field(default="", description="Nodes of its agents, such as node-a or node-a,node-b,+2.")
+    ack_p99: str = Field(default="", description="99th percentile of the last step's ACKs, such as 0.9ms.")
+    peak: str = Field(default="", description="Most reserved by any agent within the last step, such as 8.4GiB.")
+    verified: str = Field(default="", description="Last step whose digests were compared and equal, such as 100.")
 
 
 class WeightSyncStatus(StatusModel):
     """What is: written by the operator alone."""
 
     observed_generation: int = Field(default=0, ge=0, description="Generation of the spec that was last reconciled.")
-    conditions: list[Condition] = Field(default_factory=list, max_length=16, description="Conditions, by type.")
+    conditions: list[Condition] = Field(
+        default_factory=list, max_length=16, description="Conditions, by type.", json_schema_extra=_map("type")
+    )
     transport: str = Field(default="", description="Transport in use: IPC or NCCL.")
     mode: str = Field(default="", description="Transfer mode in use: Direct or Packed.")
     route: str = Field(default="", description="Route in use, such as P2P/CUMEM, NET/Socket or SharedMemory.")
@@ -103,6 +114,13 @@ class WeightSyncStatus(StatusModel):
     selector: str = Field(default="", description="Label selector of the receiver pods, for the scale subresource.")
     step: int = Field(default=0, ge=0, description="Last complete step.")
     last_step: StepStatus | None = Field(default=None, description="What the last step cost.")
-    history: list[StepStatus] = Field(default_factory=list, max_length=10, description="The last 10 steps, newest last.")
-    agents: list[AgentStatus] = Field(default_factory=list, max_length=1025, description="Agents, by rank.")
+    history: list[StepStatus] = Field(
+        default_factory=list,
+        max_length=10,
+        description="The last 10 steps, newest last.",
+        json_schema_extra=_map("step"),
+    )
+    agents: list[AgentStatus] = Field(
+        default_factory=list, max_length=1025, description="Agents, by rank.", json_schema_extra=_map("rank")
+    )
     summary: Summary = Field(default_factory=Summary, description="Strings for the printer columns.")
