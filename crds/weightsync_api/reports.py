@@ -30,7 +30,8 @@ class AgentState(StrEnum):
 class MemorySample(StatusModel):
     """An agent's memory around one step, in bytes, read at the same two points of every step.
 
-    CUDA: torch.cuda.memory_reserved, memory_allocated and max_memory_reserved of the agent's device.
+    CUDA: torch.cuda.memory_reserved, memory_allocated and max_memory_reserved of the agent's device, each plus the
+    driver memory that the agent owns (slots, arenas), so that staging memory counts whoever allocated it.
     CPU: the process's own resident memory plus the segments it owns; allocated: the segments alone.
     """
 
