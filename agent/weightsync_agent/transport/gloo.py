@@ -1,0 +1,572 @@
+"""Gloo: what NCCL is on GPUs, on CPUs. All members broadcast together, from and into the tensors where they are large.
+
+The group is a ProcessGroupGloo of its own, never torch.distributed's default one, which may be the trainer's.
+Its store lives in the sender; every group has its own prefix in it, so that a late word of an old group is nobody's.
+
+A broadcast goes in chunks. Gloo can't break one off, but a member that leaves closes its connections, which ends the
+others' chunks at once; a member that only falls silent ends them at the step's deadline, which every chunk carries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import mmap
+import re
+import secrets
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from weightsync_api.agent_config import AgentConfig
+
+from ..copy_plan import Bounces, CopyPlan, byte_view, is_plain, pack_pairs, separate_aliases, unpack_pairs
+from ..deadline import Deadline
+from ..digest import tensor_digest, tensor_digests
+from ..errors import StepTimeout, TransportError, ViewsRetained
+from ..host_memory import HostMemory
+from ..manifest import ALIGNMENT, Manifest, align
+from ..protocol import Joined, Regroup, Regrouped, Welcome
+from ..targets import Target
+from .base import ReceiveChannel, ReceiverTransport, SendChannel, SenderTransport, SendPlan
+from .group_plan import Bucket, GroupPlan, Op, Straight, group_plan, straight_bytes
+from .handover import Handover
+
+log = logging.getLogger("weightsync.gloo")
+
+ROUTE = "Gloo/TCP"
+CHUNK_BYTES = 16 << 20
+"""Bytes of one broadcast. Both sides must have the same number."""
+IN_FLIGHT = 2
+"""Broadcasts under way at a time: one moves while another is packed or unpacked. Gloo runs two threads a group."""
+PROBE_SECONDS = 30.0
+LONGEST_SLEEP_SECONDS = 0.001
+
+# torch's stubs leave most of these out.
+_ProcessGroupGloo: Any = dist.ProcessGroupGloo
+_BroadcastOptions: Any = dist.BroadcastOptions
+
+_RENDEZVOUS = re.compile(r"^(?P<host>[A-Za-z0-9_.:-]{1,253}):(?P<port>\d{1,5})/(?P<key>[0-9a-f]{16})$")
+
+
+class Work(Protocol):
+    """A broadcast under way, as torch.distributed gives it."""
+
+    def is_completed(self) -> bool: ...
+
+    def wait(self) -> bool: ...
+
+
+class GlooGroup:
+    """One group of processes: made once for its members, thrown away when one of them leaves or fails."""
+
+    def __init__(
+        self,
+        store: Store,
+        prefix: str,
+        ranks: Sequence[int],
+        rank: int,
+        device_of: str,
+        interface: str,
+        deadline: Deadline,
+    ) -> None:
+        """Blocks until all `ranks` are in. `device_of`: the address of this member that the others reach.
+
+        Raises TransportError that names the ranks that did not come, StepTimeout where the deadline has passed.
+        """
+        self._ranks = tuple(ranks)
+        self._scope = PrefixStore(prefix, store)
+        place = self._ranks.index(rank)
+        options = _ProcessGroupGloo._Options()
+        try:
+            options._devices = [
+                _ProcessGroupGloo.create_device(interface=interface)
+                if interface
+                else _ProcessGroupGloo.create_device(hostname=device_of)
+            ]
+            options._timeout = _span(deadline)
+            self._scope.set_timeout(_span(deadline))
+            self._scope.set(f"in/{place}", "1")
+            self._await_members(deadline)
+            self._group: Any = _ProcessGroupGloo(self._scope, place, len(ranks), options)
+            self._probe(deadline.earlier(PROBE_SECONDS))
+        except RuntimeError as error:
+            raise TransportError(
+                f"gloo: rank {rank} could not make the group of ranks {_listed(self._ranks)} over "
+                f"{interface or device_of}: {_first_line(error)}"
+            ) from None
+
+    def _await_members(self, deadline: Deadline) -> None:
+        missing = list(range(len(self._ranks)))
+        while missing:
+            missing = [place for place in missing if not self._scope.check([f"in/{place}"])]
+            if missing and deadline.passed:
+                raise TransportError(
+                    f"gloo: rank {_listed([self._ranks[place] for place in missing])} did not come to the group within "
+                    f"{deadline.seconds:.3g} s: its process has ended, or it can't reach the sender's store"
+                )
+            if missing:
+                time.sleep(0.002)
+
+    def _probe(self, deadline: Deadline) -> None:
+        """One byte to everyone: a group that is made but can't move bytes is found here, not in a step."""
+        byte = torch.full((1,), 0x5A if self._ranks[0] == self._my_rank else 0, dtype=torch.uint8)
+        self.finish(self.broadcast(byte, deadline), deadline, lambda: None)
+        if int(byte[0]) != 0x5A:
+            raise TransportError("gloo: the first broadcast brought another byte than was sent")
+
+    @property
+    def _my_rank(self) -> int:
+        assert self._group is not None
+        return self._ranks[int(self._group.rank())]
+
+    def broadcast(self, data: torch.Tensor, deadline: Deadline) -> Work:
+        """Starts the broadcast of `data` (uint8, contiguous) from or into it. Raises TransportError."""
+        if self._group is None:
+            raise TransportError("gloo: the group was thrown away after a failure; the next step makes a new one")
+        options = _BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = _span(deadline)
+        try:
+            work: Work = self._group.broadcast([data], options)
+        except RuntimeError as error:
+            raise self._failed(error) from None
+        return work
+
+    def finish(self, work: Work, deadline: Deadline, check: Callable[[], None]) -> None:
+        """Waits for a broadcast. `check` is called while waiting and may raise.
+
+        Raises StepTimeout at the deadline, TransportError when a member's connection is gone.
+        """
+        sleep = 2e-5
+        while not work.is_completed():
+            if deadline.passed:
+                raise StepTimeout(f"gloo: a broadcast was not done within {deadline.seconds:.3g} s")
+            time.sleep(sleep)
+            if sleep >= 2e-4:
+                check()
+            sleep = min(sleep * 2, LONGEST_SLEEP_SECONDS)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            if deadline.passed:
+                raise StepTimeout(f"gloo: a broadcast was not done within {deadline.seconds:.3g} s") from None
+            raise self._failed(error) from None
+
+    def _failed(self, error: RuntimeError) -> TransportError:
+        return TransportError(
+            f"gloo: a broadcast among ranks {_listed(self._ranks)} failed: {_first_line(error)}; "
+            "a member's process has ended or its network is gone; the next step makes a new group"
+        )
+
+    def close(self) -> None:
+        """Closes this member's connections, which ends the others' broadcasts. Never blocks. Idempotent."""
+        group, self._group = self._group, None
+        if group is not None:
+            # Gloo's own threads are joined when the group dies, which takes until their broadcasts are over.
+            holder = [group]
+            del group
+            threading.Thread(target=holder.clear, name="weightsync-gloo-close", daemon=True).start()
+
+
+class _Flow:
+    """Broadcasts in order, a few under way at a time, each buffer's own end of work done before it is used again."""
+
+    def __init__(self, group: GlooGroup, deadline: Deadline, check: Callable[[], None]) -> None:
+        self._group = group
+        self._deadline = deadline
+        self._check = check
+        self._under_way: deque[tuple[Work, object, Callable[[], None] | None]] = deque()
+
+    def move(self, data: torch.Tensor, buffer: object = None, then: Callable[[], None] | None = None) -> None:
+        """Broadcasts `data` (uint8). `then` is called when it is over, and before `free(buffer)` returns."""
+        for start in range(0, data.numel(), CHUNK_BYTES):
+            while len(self._under_way) >= IN_FLIGHT:
+                self._finish_oldest()
+            last = start + CHUNK_BYTES >= data.numel()
+            work = self._group.broadcast(data[start : start + CHUNK_BYTES], self._deadline)
+            self._under_way.append((work, buffer, then if last else None))
+
+    def free(self, buffer: object) -> None:
+        """Waits until `buffer` is in no broadcast and its end of work is done."""
+        while any(held == buffer for _, held, _ in self._under_way):
+            self._finish_oldest()
+
+    def drain(self) -> None:
+        while self._under_way:
+            self._finish_oldest()
+
+    def settle(self) -> None:
+        """After a failure: waits until nothing is under way any more, so that no late byte lands in a tensor.
+
+        Ends at the deadline at the latest, which every broadcast carries; others' connections mostly close before.
+        """
+        for work, _, _ in self._under_way:
+            with contextlib.suppress(RuntimeError):
+                work.wait()
+        self._under_way.clear()
+
+    def _finish_oldest(self) -> None:
+        work, _, then = self._under_way[0]
+        self._group.finish(work, self._deadline, self._check)
+        self._under_way.popleft()
+        if then is not None:
+            then()
+
+
+class GlooSender(SenderTransport):
+    kind = "NCCL"
+    collective = True
+
+    def __init__(self, plan: SendPlan) -> None:
+        super().__init__(plan)
+        self.moves: GroupPlan = group_plan(
+            plan.manifest, plan.bucket_bytes, straight_bytes(plan.mode, plan.bucket_bytes)
+        )
+        self._slots = _make_slots(self.moves, plan.slots)
+        self._views = [slot.tensor() for slot in self._slots]
+        self._bounce: torch.Tensor | None = None
+        self._plans: list[CopyPlan] = []
+        if plan.gather is None:
+            self._plans = [
+                CopyPlan(pack_pairs(plan.tensors, op.pieces, self._views[op.index % len(self._views)], Bounces()))
+                for op in self.moves.ops
+                if isinstance(op, Bucket)
+            ]
+            strided = [op.nbytes for op in self.moves.ops if isinstance(op, Straight) and not self._plain(op)]
+            if strided:
+                self._bounce = torch.empty(max(strided), dtype=torch.uint8)
+        self._store: TCPStore | None = None
+        self._rendezvous = ""
+        self._group: GlooGroup | None = None
+        self._gathered: dict[int, int] = {}
+
+    @property
+    def route(self) -> str:
+        return ROUTE
+
+    @property
+    def owned_bytes(self) -> int:
+        return sum(slot.nbytes for slot in self._slots)
+
+    def regroup(self, epoch: int, ranks: Sequence[int], timeout: float) -> Regroup:
+        self._drop_group()
+        if self._store is None:
+            self._serve_store(timeout)
+        return Regroup(epoch=epoch, ranks=tuple(ranks), rendezvous=self._rendezvous, timeout_seconds=timeout)
+
+    def connect(self, regroup: Regroup, deadline: Deadline) -> None:
+        self._drop_group()
+        assert self._store is not None
+        address = str(ipaddress.ip_address(_resolve(self.plan.collective_address)))
+        self._group = GlooGroup(self._store, _prefix(regroup), regroup.ranks, 0, address, self.plan.interface, deadline)
+        self.needs_regroup = False
+
+    def _serve_store(self, timeout: float) -> None:
+        """The rendezvous, in this process, at the address that receivers reach and at no other."""
+        address = self.plan.collective_address
+        try:
+            host = _resolve(address)
+            listener = socket.create_server(
+                (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024
+            )
+        except OSError as error:
+            raise TransportError(
+                f"gloo: the rendezvous can't listen at {address}: {error}; set the agent's collectiveAddress to an "
+                "address or name of the sender's own pod"
+            ) from None
+        port = listener.getsockname()[1]
+        self._store = TCPStore(
+            host,
+            port,
+            None,
+            True,
+            timedelta(seconds=max(timeout, 1.0)),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        self._rendezvous = f"{address}:{port}/{secrets.token_hex(8)}"
+
+    def digests(self) -> bytes:
+        if self.plan.gather is None:
+            return tensor_digests(self.plan.tensors)
+        entries = self.plan.manifest.tensors
+        values = (self._gathered.get(i if e.alias is None else e.alias, 0) for i, e in enumerate(entries))
+        return b"".join(value.to_bytes(8, "little") for value in values)
+
+    def send(self, channel: SendChannel) -> None:
+        if self._group is None:
+            raise TransportError("gloo: there is no group: regroup before the step")
+
+        def check() -> None:
+            if not channel.alive():
+                raise TransportError("gloo: a receiver left the step; the group can't finish without it")
+
+        flow = _Flow(self._group, channel.deadline, check)
+        done = 0
+        try:
+            for op in self.moves.ops:
+                if self.plan.gather is None:
+                    self._move(flow, op)
+                else:
+                    flow.free("gathered")
+                    whole = self.plan.gather(op.pieces)
+                    done += 1
+                    self._move_gathered(flow, op, whole)
+            flow.drain()
+        except BaseException:
+            self.needs_regroup = True
+            self._drop_group()
+            raise
+        finally:
+            if self.plan.gather is not None:
+                # The other ranks of the trainer gather every operation, whatever became of the step here.
+                for pieces in self.moves.gathers[done:]:
+                    self.plan.gather(pieces)
+
+    def _move(self, flow: _Flow, op: Op) -> None:
+        if isinstance(op, Bucket):
+            place = op.index % len(self._views)
+            flow.free(place)
+            self._plans[op.index].run()
+            flow.move(self._views[place][: op.nbytes], place)
+            return
+        tensor = self.plan.tensors[op.tensor].detach()
+        if self._plain(op):
+            flow.move(byte_view(tensor))
+            return
+        assert self._bounce is not None
+        flow.free("bounce")
+        staged = self._bounce[: op.nbytes]
+        staged.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        flow.move(staged, "bounce")
+
+    def _move_gathered(self, flow: _Flow, op: Op, whole: Sequence[torch.Tensor]) -> None:
+        for piece, tensor in zip(op.pieces, whole, strict=True):
+            self._gathered[piece.tensor] = tensor_digest(tensor)
+        if isinstance(op, Straight):
+            flow.move(byte_view(whole[0]), "gathered")
+            return
+        place = op.index % len(self._views)
+        flow.free(place)
+        for piece, tensor in zip(op.pieces, whole, strict=True):
+            self._views[place][piece.bucket_offset : piece.bucket_offset + piece.nbytes].copy_(byte_view(tensor))
+        flow.move(self._views[place][: op.nbytes], place)
+
+    def _plain(self, op: Straight) -> bool:
+        return is_plain(self.plan.tensors[op.tensor])
+
+    def forget(self, rank: int) -> int:
+        self.needs_regroup = True
+        return 0  # a collective exports nothing
+
+    def _drop_group(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    def close(self) -> None:
+        self._drop_group()
+        self._store = None
+        self._plans.clear()
+        self._views = []
+        for slot in self._slots:
+            slot.close()
+        self._slots = []
+
+
+class GlooReceiver(ReceiverTransport):
+    def __init__(self, welcome: Welcome, manifest: Manifest, target: Target, config: AgentConfig) -> None:
+        super().__init__(welcome, manifest, target)
+        self._interface = config.interface
+        self._group: GlooGroup | None = None
+        self._staging: list[HostMemory] = []
+        self._views: list[torch.Tensor] = []
+        self._plans: list[CopyPlan] = []
+        self._bounce: torch.Tensor | None = None
+        self._also: dict[int, list[int]] = {}
+        self._handover: Handover | None = None
+        try:
+            self.moves: GroupPlan = group_plan(
+                manifest, welcome.bucket_bytes, straight_bytes(welcome.mode, welcome.bucket_bytes)
+            )
+        except ValueError as error:
+            raise TransportError(f"gloo: the sender's bucket size can't be used: {error}") from None
+
+    @property
+    def owned_bytes(self) -> int:
+        return sum(memory.nbytes for memory in self._staging)
+
+    def join(self, deadline: Deadline) -> Joined:
+        if self.target.in_place:
+            self._staging = _make_slots(self.moves, self.welcome.slots)
+            self._views = [memory.tensor() for memory in self._staging]
+            tensors = self.target.destinations()
+            self._also = separate_aliases(self.manifest, tensors)
+            self._plans = [
+                CopyPlan(
+                    unpack_pairs(tensors, op.pieces, self._views[op.index % len(self._views)], Bounces(), self._also)
+                )
+                for op in self.moves.ops
+                if isinstance(op, Bucket)
+            ]
+            strided = [
+                op.nbytes for op in self.moves.ops if isinstance(op, Straight) and not is_plain(tensors[op.tensor])
+            ]
+            if strided:
+                self._bounce = torch.empty(max(strided), dtype=torch.uint8)
+        else:
+            largest = max((op.nbytes for op in self.moves.ops), default=0)
+            if largest:
+                self._staging = [HostMemory.create(max(align(largest), mmap.PAGESIZE), "weightsync-landing")]
+            self._handover = Handover(self.manifest, self.target, torch.device("cpu"), tensor_digests)
+        return Joined(route=ROUTE)
+
+    def regroup(self, regroup: Regroup, rank: int, deadline: Deadline) -> Regrouped:
+        self._drop_group()
+        found = _RENDEZVOUS.match(regroup.rendezvous)
+        if found is None or rank not in regroup.ranks or len(set(regroup.ranks)) != len(regroup.ranks):
+            raise TransportError(f"gloo: the sender's invitation to group {regroup.epoch} can't be used")
+        host, port = found["host"], int(found["port"])
+        try:
+            store = TCPStore(_resolve(host), port, None, False, _span(deadline))
+        except RuntimeError as error:
+            raise TransportError(
+                f"gloo: rank {rank} can't reach the sender's rendezvous {host}:{port}: {_first_line(error)}"
+            ) from None
+        self._group = GlooGroup(
+            store, _prefix(regroup), regroup.ranks, rank, _own_address(host, port), self._interface, deadline
+        )
+        return Regrouped(epoch=regroup.epoch, route=ROUTE)
+
+    def receive(self, channel: ReceiveChannel) -> None:
+        if self._group is None:
+            raise TransportError("gloo: this receiver is in no group")
+        flow = _Flow(self._group, channel.deadline, channel.check)
+        try:
+            if self._handover is not None:
+                self._receive_and_load(flow, channel.verify)
+            else:
+                self._receive_in_place(flow)
+            flow.drain()
+        except BaseException:
+            # Closing first ends what waits for this member, and with it what this one waits for.
+            self._drop_group()
+            flow.settle()
+            raise
+
+    def _receive_in_place(self, flow: _Flow) -> None:
+        tensors = self.target.destinations()
+        for op in self.moves.ops:
+            if isinstance(op, Bucket):
+                place = op.index % len(self._views)
+                flow.free(place)
+                flow.move(self._views[place][: op.nbytes], place, self._plans[op.index].run)
+                continue
+            tensor = tensors[op.tensor].detach()
+            then = self._finisher(op, tensors)
+            if is_plain(tensor):
+                flow.move(byte_view(tensor), None, then)
+            else:
+                assert self._bounce is not None
+                flow.free("bounce")
+                flow.move(self._bounce[: op.nbytes], "bounce", then)
+
+    def _finisher(self, op: Straight, tensors: Sequence[torch.Tensor]) -> Callable[[], None] | None:
+        """What is left to do when a tensor is here: out of the bounce buffer, and into aliases that are apart."""
+        tensor, bounce = tensors[op.tensor].detach(), self._bounce
+        strided = not is_plain(tensor)
+        others = self._also.get(op.tensor, ())
+        if not strided and not others:
+            return None
+
+        def finish() -> None:
+            source = tensor
+            if strided:
+                assert bounce is not None
+                source = bounce[: op.nbytes].view(tensor.dtype).view(tensor.shape)
+                tensor.copy_(source)
+            for index in others:
+                tensors[index].detach().copy_(source)
+
+        return finish
+
+    def _receive_and_load(self, flow: _Flow, verify: bool) -> None:
+        assert self._handover is not None
+        self._handover.begin()
+        for op in self.moves.ops:
+            staging = self._staging[0]
+            flow.move(staging.tensor()[: op.nbytes], "landing")
+            flow.free("landing")
+            self._handover.load(op, staging.window(), verify)
+            try:
+                staging.end_window()
+            except ViewsRetained as error:
+                names = ", ".join(self.manifest.tensors[piece.tensor].name for piece in op.pieces[:3])
+                raise ViewsRetained(f"{names}{', ...' if len(op.pieces) > 3 else ''}: {error}") from None
+
+    def digests(self) -> bytes:
+        if self._handover is not None:
+            return self._handover.digests()
+        return tensor_digests(self.target.destinations())
+
+    def _drop_group(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    def close(self) -> None:
+        self._drop_group()
+        self._plans, self._views, self._handover = [], [], None
+        for memory in self._staging:
+            memory.close()
+        self._staging = []
+
+
+def _make_slots(moves: GroupPlan, slots: int) -> list[HostMemory]:
+    size = max(align(moves.slot_bytes), ALIGNMENT, mmap.PAGESIZE)
+    return [HostMemory.create(size, "weightsync-slot") for _ in range(min(slots, moves.buckets))]
+
+
+def _prefix(regroup: Regroup) -> str:
+    return f"{regroup.rendezvous.rsplit('/', 1)[-1]}/{regroup.epoch}"
+
+
+def _resolve(name: str) -> str:
+    """The first address of a host name, or the address itself. Raises TransportError."""
+    try:
+        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise TransportError(f"gloo: the name {name!r} has no address: {error}") from None
+
+
+def _own_address(host: str, port: int) -> str:
+    """The address of this machine that packets to `host` leave from. Sends nothing."""
+    address = _resolve(host)
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, port))
+        except OSError as error:
+            raise TransportError(f"gloo: there is no way to the sender's address {host}: {error}") from None
+        return str(probe.getsockname()[0])
+
+
+def _span(deadline: Deadline) -> timedelta:
+    # Not 0, which torch takes for "no timeout"; not above what its milliseconds hold.
+    return timedelta(seconds=min(max(deadline.remaining, 0.001), 10 * 86400.0))
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:20])) + (f" and {len(ranks) - 20} more" if len(ranks) > 20 else "")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n", 1)[0].strip()[:500]
