@@ -5,6 +5,7 @@ Environment of an agent's process:
   WEIGHTSYNC_ROLE    sender | receiver
   WEIGHTSYNC_RANK    0 for the sender, 1.. for receivers
   WEIGHTSYNC_POD, WEIGHTSYNC_NODE   names for reports (downward API)
+  WEIGHTSYNC_EXIT_ON_STDIN_EOF      1: end when stdin does; its other end is held by a local run's process
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ ENV_ROLE = "WEIGHTSYNC_ROLE"
 ENV_RANK = "WEIGHTSYNC_RANK"
 ENV_POD = "WEIGHTSYNC_POD"
 ENV_NODE = "WEIGHTSYNC_NODE"
+ENV_EXIT_ON_STDIN_EOF = "WEIGHTSYNC_EXIT_ON_STDIN_EOF"
 
 
 class AgentConfig(ApiModel):

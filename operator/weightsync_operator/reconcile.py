@@ -127,7 +127,14 @@ class Reconciler:
                 self._on_steps(key, new)
         return True
 
-    async def follow(self, key: Key, ws: WeightSync, wake: Callable[[], None], poll: float = POLL_SECONDS) -> None:
+    async def follow(
+        self,
+        key: Key,
+        ws: WeightSync,
+        wake: Callable[[], None],
+        poll: float = POLL_SECONDS,
+        max_retry: float = MAX_RETRY_SECONDS,
+    ) -> None:
         """Polls for ever, and wakes the passes whenever something new was reported. Ends when the sender finished."""
         delay = RETRY_SECONDS
         while True:
@@ -142,7 +149,7 @@ class Reconciler:
             else:
                 # Jitter: a thousand senders that restart together are not asked together.
                 await asyncio.sleep(delay * random.uniform(0.5, 1))
-                delay = min(delay * 2, MAX_RETRY_SECONDS)
+                delay = min(delay * 2, max_retry)
 
     def latest(self, key: Key) -> Report | None:
         """The newest report of this WeightSync; its steps are those that no written status has yet."""

@@ -95,6 +95,10 @@ def next_status(
             reserved_delta=format_delta(last.reserved_bytes.delta) if last else "",
             ack=latency(last.ack_microseconds.max) if last and last.receivers else "",
             rate=rate(last.bytes, last.duration_microseconds) if last and last.complete else "",
+            nodes=_nodes(agents),
+            ack_p99=latency(last.ack_microseconds.p99) if last and last.receivers else "",
+            peak=format_bytes(last.reserved_bytes.peak) if last else "",
+            verified=next((str(s.step) for s in reversed(history) if s.verified), previous.summary.verified),
         ),
     )
 
@@ -131,6 +135,12 @@ def step_status(step: StepReport) -> StepStatus:
 def condition(status: WeightSyncStatus, kind: ConditionType) -> Condition | None:
     """The condition of this type, where the status has it."""
     return next((c for c in status.conditions if c.type == kind), None)
+
+
+def _nodes(agents: Sequence[AgentStatus]) -> str:
+    """`node-a`, `node-a,node-b`, `node-a,node-b,+2`."""
+    names = list(dict.fromkeys(agent.node for agent in agents if agent.node))
+    return ",".join(names[:2] + ([f"+{len(names) - 2}"] if len(names) > 2 else []))
 
 
 def _was_complete(previous: WeightSyncStatus, observed: Observed) -> bool:

@@ -1,0 +1,86 @@
+"""The columns of `kubectl get weightsyncs`, drawn for `weightsync run` and `weightsync get` from the resource alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from rich.table import Table
+from weightsync_api.columns import COLUMNS, Column
+from weightsync_api.v1alpha1 import WeightSync
+
+from .text import age
+
+_SEGMENT = re.compile(r"""\.([A-Za-z]+)|\[\?\(@\.([A-Za-z]+)==["']([A-Za-z]+)["']\)\]""")
+_GAP = "   "
+
+
+def columns(*, wide: bool = False, namespace: bool = False) -> list[Column]:
+    """The columns in kubectl's order: the namespace where asked for, the name, the printer columns."""
+    first = [Column("Namespace", ".metadata.namespace", "")] if namespace else []
+    return [*first, Column("Name", ".metadata.name", ""), *(c for c in COLUMNS if wide or not c.priority)]
+
+
+def row(ws: WeightSync, shown: Sequence[Column], now: datetime) -> list[str]:
+    """One resource's cells; empty where the status has nothing yet, as kubectl has it."""
+    resource = ws.model_dump(mode="json", by_alias=True)
+    cells = []
+    for column in shown:
+        value = _value(resource, column.json_path)
+        if value is None:
+            cells.append("")
+        elif column.type == "date":
+            cells.append(age(now - datetime.fromisoformat(str(value))))
+        else:
+            cells.append(str(value))
+    return cells
+
+
+def header(shown: Sequence[Column]) -> list[str]:
+    return [column.name.upper() for column in shown]
+
+
+def plain(rows: Sequence[Sequence[str]], widths: Sequence[int] | None = None) -> str:
+    """Aligned columns, one line a row. `widths`: at least so wide, for lines that are printed one by one."""
+    least = widths or [0] * (len(rows[0]) if rows else 0)
+    wide = [max(n, *(len(r[i]) for r in rows)) for i, n in enumerate(least)]
+    return "\n".join(_GAP.join(cell.ljust(n) for cell, n in zip(r, wide, strict=True)).rstrip() for r in rows)
+
+
+STREAM_WIDTHS = {"Name": 16, "Ready": 5, "Status": 9, "Transport": 9, "Receivers": 9, "Step": 5, "Reserved": 8}
+"""Widths of columns whose values grow while lines are printed one by one."""
+
+
+def stream_widths(shown: Sequence[Column]) -> list[int]:
+    return [max(len(column.name), STREAM_WIDTHS.get(column.name, 8)) for column in shown]
+
+
+def drawn(rows: Sequence[Sequence[str]], shown: Sequence[Column]) -> Table:
+    """The same for a terminal."""
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
+    for column in shown:
+        table.add_column(column.name.upper(), no_wrap=True, overflow="ellipsis")
+    for cells in rows:
+        table.add_row(*(_coloured(column, cell) for column, cell in zip(shown, cells, strict=True)))
+    return table
+
+
+def _coloured(column: Column, cell: str) -> str:
+    colours = {"True": "green", "False": "yellow", "Degraded": "red", "Complete": "green"}
+    colour = colours.get(cell) if column.name in ("Ready", "Status") else None
+    return f"[{colour}]{cell}[/]" if colour else cell.replace("[", r"\[")
+
+
+def _value(resource: Any, path: str) -> Any:
+    """What a printer column's JSONPath names: fields, and the list entry whose field has a value."""
+    found = resource
+    for field, key, wanted in _SEGMENT.findall(path):
+        if field:
+            found = found.get(field) if isinstance(found, dict) else None
+        else:
+            found = next((entry for entry in found or [] if entry.get(key) == wanted), None)
+        if found is None:
+            return None
+    return found
