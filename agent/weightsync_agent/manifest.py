@@ -130,12 +130,20 @@ def identity_of(tensor: torch.Tensor) -> tuple[object, ...]:
 def describe(named: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> Manifest:
     """The manifest of named tensors, in their order. Tied tensors (the same memory) become aliases of the first.
 
-    Zero-size tensors are never aliases: they share no memory. Raises ValueError for a name that comes twice.
+    Zero-size tensors are never aliases: they share no memory. Raises ValueError, naming the tensor, for a name that
+    comes twice and for a tensor without bytes of its own (sparse, meta, quantised).
     """
     items = named.items() if isinstance(named, Mapping) else named
     first: dict[tuple[object, ...], int] = {}
     entries: list[TensorEntry] = []
+    seen: set[str] = set()
     for index, (name, tensor) in enumerate(items):
+        if name in seen:
+            raise ValueError(f"two tensors are named {name!r}")
+        seen.add(name)
+        if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+            kind = "quantised" if tensor.is_quantized else "meta" if tensor.is_meta else "sparse"
+            raise ValueError(f"tensor {name!r} is {kind}: only dense tensors have bytes that can be moved")
         alias = first.setdefault(identity_of(tensor), index) if tensor.numel() else index
         entries.append(
             TensorEntry(
@@ -222,9 +230,7 @@ def differences(sent: Manifest, expected: Manifest) -> list[str]:
         elif mine is not None and mine.dtype != entry.dtype:
             found.append(f"{entry.name}: the sender's dtype is {entry.dtype}, the receiver's {mine.dtype}")
     # An alias at the receiver whose first is sent needs no bytes of its own.
-    covered = {
-        e.name for e in missing if e.alias is not None and expected.tensors[e.alias].name in sent_names
-    }
+    covered = {e.name for e in missing if e.alias is not None and expected.tensors[e.alias].name in sent_names}
     covered |= {
         expected.tensors[e.alias].name
         for e in expected.tensors
