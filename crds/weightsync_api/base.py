@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationInfo, model_validator
 from pydantic.alias_generators import to_camel
@@ -86,6 +87,13 @@ class StatusModel(ApiModel):
     """A part of what is reported. Unknown fields are ignored, so that a newer peer's report still reads."""
 
     model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="ignore")
+
+
+def inner_type(annotation: Any) -> Any:
+    """The type itself, without `| None`."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        (annotation,) = (part for part in get_args(annotation) if part is not type(None))
+    return annotation
 
 
 def broken_rules(model: ApiModel, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Rule]]:

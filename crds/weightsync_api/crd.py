@@ -12,15 +12,14 @@ operator wrote.
 from __future__ import annotations
 
 import sys
-import types
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import Any, Union, cast, get_args, get_origin
+from typing import Any, cast, get_args, get_origin
 
 import yaml
 from pydantic.fields import FieldInfo
 
-from .base import ApiModel, Ruled
+from .base import ApiModel, Ruled, inner_type
 from .columns import COLUMNS
 from .v1alpha1 import GROUP, KIND, PLURAL, VERSION, WeightSync, WeightSyncStatus
 
@@ -98,7 +97,7 @@ def _object(model: type[ApiModel], *, defaults: bool) -> Schema:
     properties: Schema = {}
     required: list[str] = []
     for name, field, leaf in _fields(model):
-        in_status = field.annotation is not None and _inner(field.annotation) is WeightSyncStatus
+        in_status = field.annotation is not None and inner_type(field.annotation) is WeightSyncStatus
         properties[name] = _field(field, leaf, defaults=defaults and not in_status)
         if field.is_required():
             required.append(name)
@@ -126,7 +125,7 @@ def _fields(model: type[ApiModel]) -> Iterator[tuple[str, FieldInfo, Schema]]:
 
 
 def _field(field: FieldInfo, leaf: Schema, *, defaults: bool) -> Schema:
-    inner = _inner(field.annotation)
+    inner = inner_type(field.annotation)
     description = {"description": field.description}
     extensions = {key: value for key, value in leaf.items() if key.startswith("x-kubernetes-")}
     if _is_model(inner):
@@ -168,13 +167,6 @@ def _default(field: FieldInfo, inner: Any) -> Any:
         # The API server judges the default {} itself, before the nested defaults are there.
         raise TypeError(f"{inner.__name__} has rules and is absent by default: move them to the model that holds it")
     return {}
-
-
-def _inner(annotation: Any) -> Any:
-    """The type itself, without `| None`."""
-    if get_origin(annotation) in (Union, types.UnionType):
-        (annotation,) = (part for part in get_args(annotation) if part is not type(None))
-    return annotation
 
 
 def _is_model(annotation: Any) -> bool:

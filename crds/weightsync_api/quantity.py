@@ -25,7 +25,8 @@ def parse_exact(quantity: str) -> Decimal:
     if not re.fullmatch(PATTERN, quantity, re.ASCII):
         raise ValueError(f"{quantity!r} is no quantity of bytes: write for example 256Mi, 1Gi or 1073741824")
     number = quantity.rstrip("KMGTPEik")
-    return Decimal(number) * _FACTORS[quantity[len(number) :]]
+    exact: Decimal = Decimal(number) * _FACTORS[quantity[len(number) :]]
+    return exact
 
 
 def parse_bytes(quantity: str) -> int:

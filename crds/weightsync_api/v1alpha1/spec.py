@@ -69,9 +69,8 @@ def _integer_as_text(value: Any) -> Any:
 
 def _quantity(least: str, example: str) -> Any:
     """Bytes as a Kubernetes quantity (text, or a whole number) from `least` to MAX_QUANTITY; held as text."""
-    bounds = f"above zero, at most {MAX_QUANTITY}" if least == "1" else f"from {least} to {MAX_QUANTITY}"
     rule = Rule(
-        f"must be a quantity of bytes {bounds}, for example {example}",
+        f"must be a quantity of bytes from {least} to {MAX_QUANTITY}, for example {example}",
         f"string(self).matches(r'{PATTERN}') && isQuantity(string(self))"
         f" && quantity(string(self)).compareTo(quantity('{least}')) >= 0"
         f" && quantity(string(self)).compareTo(quantity('{MAX_QUANTITY}')) <= 0",
@@ -79,8 +78,8 @@ def _quantity(least: str, example: str) -> Any:
     )
     return Annotated[
         str,
-        BeforeValidator(_integer_as_text),
         Field(max_length=32, json_schema_extra={"x-kubernetes-int-or-string": True}),
+        BeforeValidator(_integer_as_text),
         Ruled((rule,)),
     ]
 
@@ -171,7 +170,7 @@ class ReceiversSpec(ApiModel):
     replicas: int = Field(
         default=1,
         ge=0,
-        le=MAX_RECEIVERS,
+        le=2**31 - 1,  # the rule about ranks allows less
         description="Receiver pods (Dedicated) or receiver processes (Colocated, Node).",
     )
     gpus_per_pod: int = Field(
@@ -287,7 +286,8 @@ class WeightSyncSpec(ApiModel):
             lambda s: not (s.transport == Transport.IPC and s.placement == Placement.DEDICATED),
         ),
         Rule(
-            "transport NCCL can't connect two processes on one GPU: with placement Colocated write transport IPC or Auto",
+            "transport NCCL can't connect two processes on one GPU: "
+            "with placement Colocated write transport IPC or Auto",
             "!(self.transport == 'NCCL' && self.placement == 'Colocated' && self.device == 'CUDA')",
             lambda s: (
                 not (s.transport == Transport.NCCL and s.placement == Placement.COLOCATED and s.device == Device.CUDA)
