@@ -97,8 +97,3 @@ def test_a_small_bucket_shares_a_call_and_a_large_one_has_its_own() -> None:
 def test_sizes_out_of_range_are_refused(bucket: int, threshold: int) -> None:
     with pytest.raises(ValueError, match=r"\d"):
         group_plan(manifest_of(10), bucket, threshold)
-
-
-def test_gathers_name_the_tensors_in_the_order_of_the_operations() -> None:
-    plan = group_plan(manifest_of(9000, 10, 20, 9000), 8192, 8192)
-    assert [[piece.tensor for piece in pieces] for pieces in plan.gathers] == [[0], [1, 2], [3]]

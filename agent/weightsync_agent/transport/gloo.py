@@ -311,26 +311,18 @@ class GlooSender(SenderTransport):
                 raise TransportError("gloo: a receiver left the step; the group can't finish without it")
 
         flow = _Flow(self._group, channel.deadline, check)
-        done = 0
         try:
             for op in self.moves.ops:
                 if self.plan.gather is None:
                     self._move(flow, op)
                 else:
-                    flow.free("gathered")
-                    whole = self.plan.gather(op.pieces)
-                    done += 1
-                    self._move_gathered(flow, op, whole)
+                    flow.free("gathered")  # the next gathering writes where this one lies
+                    self._move_gathered(flow, op, self.plan.gather([piece.tensor for piece in op.pieces]))
             flow.drain()
         except BaseException:
             self.needs_regroup = True
             self._drop_group()
             raise
-        finally:
-            if self.plan.gather is not None:
-                # The other ranks of the trainer gather every operation, whatever became of the step here.
-                for pieces in self.moves.gathers[done:]:
-                    self.plan.gather(pieces)
 
     def _move(self, flow: _Flow, op: Op) -> None:
         if isinstance(op, Bucket):
@@ -427,7 +419,9 @@ class GlooReceiver(ReceiverTransport):
             largest = max((op.nbytes for op in self.moves.ops), default=0)
             if largest:
                 self._staging = [HostMemory.create(max(align(largest), mmap.PAGESIZE), "weightsync-landing")]
-            self._handover = Handover(self.manifest, self.target, torch.device("cpu"), tensor_digests)
+            self._handover = Handover(
+                self.manifest, self.target, torch.device("cpu"), lambda _, views: tensor_digests(views)
+            )
         return Joined(route=ROUTE)
 
     def regroup(self, regroup: Regroup, rank: int, deadline: Deadline) -> Regrouped:

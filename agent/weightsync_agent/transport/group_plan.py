@@ -73,11 +73,6 @@ class GroupPlan:
     def buckets(self) -> int:
         return sum(isinstance(op, Bucket) for op in self.ops)
 
-    @cached_property
-    def gathers(self) -> tuple[tuple[Piece, ...], ...]:
-        """What a sharded trainer's ranks have to gather together, an entry an operation, in the plan's order."""
-        return tuple(op.pieces for op in self.ops)
-
 
 def straight_bytes(mode: Literal["Direct", "Packed"], bucket_bytes: int) -> int:
     """From which size on tensors go straight, in bytes. Never above a bucket, so that none is ever split."""

@@ -11,8 +11,8 @@ from ..manifest import Manifest, Piece
 from ..targets import Target
 from .group_plan import Op
 
-Digests = Callable[[Sequence[torch.Tensor]], bytes]
-"""8 bytes little-endian a tensor, in order: digest.tensor_digests, or its counterpart on the GPU."""
+Digests = Callable[[Op, Sequence[torch.Tensor]], bytes]
+"""8 bytes little-endian for each of an operation's tensors, in order."""
 
 
 class Handover:
@@ -49,7 +49,7 @@ class Handover:
         """
         views = [self._view(piece, staging) for piece in op.pieces]
         if verify:
-            digests = self._digests_of(views)
+            digests = self._digests_of(op, views)
             for position, piece in enumerate(op.pieces):
                 self._found[piece.tensor] = digests[position * DIGEST_BYTES : (position + 1) * DIGEST_BYTES]
         named = [
