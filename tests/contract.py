@@ -1,4 +1,4 @@
-"""Reads the table of contract cases, and brings both judges' sentences to one form. Used by tests/unit and tests/cluster."""
+"""The table of contract cases; brings both judges' sentences to one form. Used by tests/unit and tests/cluster."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ operator wrote.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from enum import StrEnum
@@ -149,6 +150,9 @@ def _field(field: FieldInfo, leaf: Schema, *, defaults: bool) -> Schema:
         default = _default(field, inner)
         if default is not None:
             schema["default"] = default
+        if default not in (None, "", {}, []):
+            # `kubectl explain` prints descriptions, not defaults.
+            schema["description"] += f" Default: {default if isinstance(default, str) else json.dumps(default)}."
     return schema
 
 

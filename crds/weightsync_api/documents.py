@@ -32,6 +32,11 @@ class DocumentError(Exception):
 class _Loader(_Base):  # type: ignore[misc]
     """Scalars, lists and mappings only: any other tag is refused by name."""
 
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
+        """Keys become text at once: in a dict of Python's, 1 and true would be the same key."""
+        self.flatten_mapping(node)
+        return {_key(self.construct_object(key, True)): self.construct_object(item, deep) for key, item in node.value}
+
 
 _RESOLVERS = {
     "bool": (r"[yY]|yes|Yes|YES|true|True|TRUE|on|On|ON|[nN]|no|No|NO|false|False|FALSE|off|Off|OFF", "yYtTfFoOnN"),
@@ -153,7 +158,7 @@ def _refuse_repeated_keys(node: yaml.MappingNode) -> None:
 def _json(value: Any) -> Any:
     """The value as JSON has it. Raises DocumentError for what JSON can't hold."""
     if isinstance(value, dict):
-        return {_key(key): _json(item) for key, item in value.items()}
+        return {key: _json(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_json(item) for item in value]
     if isinstance(value, float):

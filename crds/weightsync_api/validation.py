@@ -244,10 +244,11 @@ def _broken(path: Iterable[str], value: Any, message: str) -> str:
 
 
 def _unknown(loc: tuple[int | str, ...]) -> str:
-    *parents, key = loc
-    model = _model(tuple(parents))
+    model, key = _model(loc[:-1]), str(loc[-1])
     known = [field.alias or name for name, field in model.model_fields.items()] if model else []
-    return f"unknown field {_quote(_path(loc))}{_meant(str(key), known) or _elsewhere(str(key), known)}"
+    # A typo first; then the right name in the wrong place; then what is a little alike.
+    meant = _meant(key, known, cutoff=0.85) or _elsewhere(key) or _meant(key, known) or _known(known)
+    return f"unknown field {_quote(_path(loc))}{meant}"
 
 
 def _meant(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
@@ -261,13 +262,13 @@ def _bare(word: str) -> str:
     return word.lower().replace("_", "").replace("-", "")
 
 
-def _elsewhere(word: str, known: Iterable[str]) -> str:
-    """Where in the spec a field of that name is, or the fields that are known in its place."""
-    paths = [
-        _quote(path) for path in _spec_paths(WeightSyncSpec, "spec") if _bare(path.rsplit(".", 1)[1]) == _bare(word)
-    ]
-    if paths:
-        return f"; did you mean {' or '.join(paths)}?"
+def _elsewhere(word: str) -> str:
+    """Where in the spec a field of that name is, if anywhere."""
+    paths = [path for path in _spec_paths(WeightSyncSpec, "spec") if _bare(path.rsplit(".", 1)[1]) == _bare(word)]
+    return f"; did you mean {' or '.join(map(_quote, paths))}?" if paths else ""
+
+
+def _known(known: Sequence[str]) -> str:
     return f"; known here: {', '.join(known)}" if known else "; no fields are known here"
 
 

@@ -7,8 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from contract import BAD_MANIFEST_SENTENCES, BAD_MANIFESTS, BAD_SOURCES, MANIFESTS, Case, at, canonical, cases
-from contract import server_sentences
+from contract import (
+    BAD_MANIFEST_SENTENCES,
+    BAD_MANIFESTS,
+    BAD_SOURCES,
+    MANIFESTS,
+    Case,
+    at,
+    canonical,
+    cases,
+    server_sentences,
+)
 from weightsync_api.base import ApiModel, Rule, Ruled, inner_type
 from weightsync_api.crd import crd
 from weightsync_api.v1alpha1 import WeightSync

@@ -205,7 +205,7 @@ class Transfer(ApiModel):
         description="Direct: the sender's tensors are mapped once and read in place. Packed: through staging "
         "buckets. Auto: Direct wherever the sender's memory can be shared, Packed otherwise.",
     )
-    bucket_size: BucketSize = Field(default="256Mi", description="Bytes of one staging bucket.")
+    bucket_size: BucketSize = Field(default="256Mi", description="Size of one staging bucket: a quantity of bytes.")
     slots: int = Field(default=2, ge=1, le=16, description="Staging buckets in flight. 2 lets both sides work at once.")
     join_timeout_seconds: int = Field(
         default=300, ge=1, le=86_400, description="Seconds that the first step waits for the receivers to join."
@@ -228,7 +228,8 @@ class MemoryLimits(ApiModel):
     """When the condition MemoryStable turns False."""
 
     max_reserved_growth: Growth = Field(
-        default="64Mi", description="Growth of an agent's reserved memory over the window that is still stable."
+        default="64Mi",
+        description="Growth of an agent's reserved memory over the window that is still stable: a quantity of bytes.",
     )
     window: int = Field(default=8, ge=2, le=1000, description="Steps over which the growth is measured.")
 
