@@ -10,7 +10,8 @@ from weightsync_api.quantity import format_bytes, format_delta, parse_bytes, wit
     ("text", "count"),
     [
         ("0", 0), ("1073741824", 1 << 30), ("256Mi", 256 << 20), ("1.5Gi", 3 << 29), ("1k", 1000),
-        ("100M", 100_000_000), ("0.5", 1), ("1.001Ki", 1026), ("1Ei", 1 << 60), ("9999999999999999999999E", 9999999999999999999999 * 10**18),
+        ("100M", 100_000_000), ("0.5", 1), ("1.001Ki", 1026), ("1Ei", 1 << 60),
+        ("9999999999999999999999E", 9999999999999999999999 * 10**18),
     ],
 )  # fmt: skip
 def test_bytes_are_parsed_and_rounded_up(text: str, count: int) -> None:
