@@ -38,11 +38,12 @@ class DeviceDigest:
         places: int,
         device: torch.device | int,
         *,
+        backend: Literal["Auto", "Torch"] = "Auto",
         keep: object = None,
     ) -> None:
         """Builds the table and loads the kernels. `places`: number of digests. `keep`: held for this object's life.
 
-        Where Triton does not work, torch's own operators compute the same, slower and with 100 MiB of scratch memory.
+        Where Triton does not work, torch's own operators compute the same, slower and with some 100 MiB of scratch memory.
         Raises ValueError where a part does not start at a multiple of 4 bytes in its tensor. That a part ends within a
         word only where its tensor ends is the caller's to know.
         """
@@ -54,7 +55,7 @@ class DeviceDigest:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._parts = np.asarray(parts, np.int64).reshape(-1, 4)
         whole, odd = digest_rows(self._parts)
-        self.backend: Literal["Triton", "Torch"] = "Torch" if triton_problem(index) else "Triton"
+        self.backend: Literal["Triton", "Torch"] = "Torch" if backend == "Torch" or triton_problem(index) else "Triton"
         self._whole_rows, self._odd_rows = len(whole), len(odd)
         self._whole = [self._column(whole[:, c], np.int64 if c == 0 else np.int32) for c in range(4)]
         self._odd = [self._column(odd[:, c], np.int64 if c == 0 else np.int32) for c in range(5)]
@@ -68,8 +69,14 @@ class DeviceDigest:
         self.warm()
 
     @classmethod
-    def of_tensors(cls, tensors: Sequence[torch.Tensor], device: torch.device | int) -> DeviceDigest:
-        """Of whole tensors, in order. Equal memory is read once; strided ones are copied first, into memory kept for it."""
+    def of_tensors(
+        cls,
+        tensors: Sequence[torch.Tensor],
+        device: torch.device | int,
+        *,
+        backend: Literal["Auto", "Torch"] = "Auto",
+    ) -> DeviceDigest:
+        """Of whole tensors, in order. Equal memory is read once; strided ones are copied first, into kept memory."""
         places: dict[tuple[object, ...], int] = {}
         parts: list[tuple[int, int, int, int]] = []
         order: list[int] = []
@@ -87,7 +94,11 @@ class DeviceDigest:
                 copies.append((plain, tensor.detach()))
             parts.append((plain.data_ptr(), plain.numel() * plain.element_size(), place, 0))
         made = cls(
-            np.array(parts, np.int64).reshape(-1, 4), len(places), device, keep=(list(tensors), [c for c, _ in copies])
+            np.array(parts, np.int64).reshape(-1, 4),
+            len(places),
+            device,
+            backend=backend,
+            keep=(list(tensors), [copy for copy, _ in copies]),
         )
         made._order = np.array(order, np.int64)
         made._copies = copies
@@ -166,9 +177,9 @@ def digest_rows(parts: Parts) -> tuple[Parts, Parts]:
     ROW_BLOCKS blocks a row; all else: (address, bytes, first word in its block, block, place), one block a
     row. Raises ValueError.
     """
+    parts = parts[parts[:, 1] != 0]
     if parts.size and (parts.min() < 0 or (parts[:, 3] % WORD_BYTES).any()):
         raise ValueError("a part of a tensor must start at a multiple of 4 bytes in it")
-    parts = parts[parts[:, 1] > 0]
     address, nbytes, place, position = parts.T
     first = position // BLOCK_BYTES
     count = (position + nbytes - 1) // BLOCK_BYTES - first + 1

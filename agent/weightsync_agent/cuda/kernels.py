@@ -89,7 +89,7 @@ def copy_rows(
     TO: tl.constexpr,
     CONVERTS: tl.constexpr,
 ):
-    """Copies every row of a table. Rows are sorted by the widest element that both addresses allow, converted ones last.
+    """Copies every row of a table. Rows come by the widest element that both addresses allow, converted ones last.
 
     sources, destinations: int64 [rows], addresses; counts: int32 [rows], elements of the row's width (16, 8, 4, 2 or
     1 bytes, or FROM), at most ELEMENTS, of the widest half as many. end*: int32, the row behind the last of each kind;
@@ -151,8 +151,8 @@ def digest_blocks(
         words = tl.multiple_of(tl.load(addresses + row).to(tl.pointer_type(tl.int32)), 16)
         first = tl.load(blocks + row)
         columns = tl.zeros([LANES], tl.int64)
-        for block in range(first, first + tl.load(counts + row)):
-            columns += tl.sum(tl.load(words + offsets).to(tl.int64) * keys, axis=0) * _block_key(block)
+        for block in range(0, tl.load(counts + row)):
+            columns += tl.sum(tl.load(words + offsets).to(tl.int64) * keys, axis=0) * _block_key(first + block)
             words += WORDS
         tl.atomic_add(digests + tl.load(tensors + row), tl.sum(columns, axis=0), sem="relaxed")
 
