@@ -156,6 +156,25 @@ def describe(named: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tenso
     return Manifest(tensors=tuple(entries))
 
 
+def arena_views(manifest: Manifest, arena: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of a manifest as views of one arena, at `manifest.arena_offsets`; an alias is its first's view.
+
+    `arena`: uint8 [>= manifest.arena_bytes]; its memory at a multiple of ALIGNMENT. Raises ValueError where it is not.
+    """
+    if arena.dtype != torch.uint8 or arena.dim() != 1 or arena.numel() < manifest.arena_bytes:
+        raise ValueError(
+            f"an arena for these tensors is uint8 [{manifest.arena_bytes}] or more, not {arena.dtype} "
+            f"{list(arena.shape)}"
+        )
+    views: list[torch.Tensor] = []
+    for entry, offset in zip(manifest.tensors, manifest.arena_offsets, strict=True):
+        if entry.alias is not None:
+            views.append(views[entry.alias])
+        else:
+            views.append(arena[offset : offset + entry.nbytes].view(entry.torch_dtype).view(entry.shape))
+    return {entry.name: view for entry, view in zip(manifest.tensors, views, strict=True)}
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A run of one tensor's bytes within one bucket."""
