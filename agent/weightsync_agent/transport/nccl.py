@@ -1,0 +1,444 @@
+"""NCCL between GPUs: large tensors straight from and into the parameters, small ones packed through reused slots.
+
+Everything of a step is made before the first: streams, slots, tables of what to copy, events, the communicator. A step
+queues broadcasts on the communication stream and copies on another, ordered by events, some calls ahead of the GPU;
+then it waits for the last event, and looks while it waits whether a peer has died or the deadline has passed. Then the
+communicator is aborted, which ends its kernels, and the next step makes another one.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+from weightsync_api.agent_config import AgentConfig
+
+from ..copy_plan import byte_view, is_plain, separate_aliases
+from ..cuda.arena import bytes_at
+from ..cuda.copy_plan import DeviceCopyPlan
+from ..cuda.digest import DeviceDigest
+from ..cuda.driver import device_index, gpu_uuid, normal_uuid
+from ..cuda.nccl import UNIQUE_ID_BYTES, Communicator, unique_id
+from ..deadline import Deadline
+from ..digest import DIGEST_BYTES
+from ..errors import ConfigError, Refused, TransportError, ViewsRetained
+from ..manifest import Manifest
+from ..protocol import Identity, Joined, Regroup, Regrouped, Welcome
+from ..targets import Target
+from .base import ReceiveChannel, ReceiverTransport, SendChannel, SenderTransport, SendPlan
+from .group_plan import Bucket, GroupPlan, Op, Straight, group_plan, straight_bytes
+from .handover import Handover
+from .nccl_end import Call, End, copy_plans, typed
+
+
+class NcclSender(SenderTransport):
+    kind = "NCCL"
+    collective = True
+
+    def __init__(self, plan: SendPlan) -> None:
+        super().__init__(plan)
+        self.moves: GroupPlan = group_plan(
+            plan.manifest, plan.bucket_bytes, straight_bytes(plan.mode, plan.bucket_bytes)
+        )
+        self._gathers = plan.gather is not None and any(isinstance(tensor, DTensor) for tensor in plan.tensors)
+        self._end = End(plan.device, self.moves, plan.slots, plan.interface)
+        self._uuid = gpu_uuid(plan.device)
+        self._gpus: dict[int, str] = {}
+        self._packs: list[list[DeviceCopyPlan]] = []
+        self._calls: list[Call] = []
+        self._digest: DeviceDigest | None = None
+        if not self._gathers:
+            self._make_calls()
+        self._route = ""
+
+    def _make_calls(self) -> None:
+        entries, tensors, end = self.plan.manifest.tensors, self.plan.tensors, self._end
+        for op in self.moves.ops:
+            if isinstance(op, Bucket):
+                pairs = [
+                    (tensors[p.tensor].detach(), typed(end.slots[end.slot_of(op)], p.bucket_offset, entries[p.tensor]))
+                    for p in op.pieces
+                ]
+                self._packs.append(copy_plans(pairs, self.plan.device))
+        staged = [
+            [op for op in call if isinstance(op, Straight) and not self._in_place(op)] for call in self.moves.calls
+        ]
+        offsets = end.make_bounce(staged)
+        for ops, bounced, starts in zip(self.moves.calls, staged, offsets, strict=True):
+            place = {op.tensor: start for op, start in zip(bounced, starts, strict=True)}
+            call = Call(ops, [], bounced=bool(bounced))
+            pairs = []
+            for op in ops:
+                if isinstance(op, Bucket):
+                    call.slot, call.bucket = end.slot_of(op), op.index
+                    call.broadcasts.append((end.slots[call.slot].data_ptr(), op.nbytes))
+                elif op.tensor in place:
+                    assert end.bounce is not None
+                    target = typed(end.bounce, place[op.tensor], entries[op.tensor])
+                    pairs.append((tensors[op.tensor].detach(), target))
+                    call.broadcasts.append((target.data_ptr(), op.nbytes))
+                else:
+                    call.broadcasts.append((tensors[op.tensor].data_ptr(), op.nbytes))
+            call.copies = copy_plans(pairs, self.plan.device)
+            self._calls.append(call)
+
+    def _in_place(self, op: Straight) -> bool:
+        tensor = self.plan.tensors[op.tensor]
+        return is_plain(tensor) and tensor.dtype == self.plan.manifest.tensors[op.tensor].torch_dtype
+
+    @property
+    def route(self) -> str:
+        return self._route
+
+    @property
+    def owned_bytes(self) -> int:
+        return 0  # slots and tables are torch's, and NCCL's own memory is nobody's to count but NVML's
+
+    def offer(self, identity: Identity) -> None:
+        """Raises Refused where the receiver's GPU is the sender's own, or another receiver's."""
+        gpu = normal_uuid(identity.gpu)
+        if not gpu:
+            raise Refused(f"rank {identity.rank} has no GPU, and this sender's weights are on one: give its pod a GPU")
+        others = {0: self._uuid} | {rank: uuid for rank, uuid in self._gpus.items() if rank != identity.rank}
+        owner = next((rank for rank, uuid in others.items() if uuid == gpu), None)
+        if owner is not None:
+            raise Refused(
+                f"rank {identity.rank} is on GPU {gpu}, as rank {owner} is, and NCCL can't have two ranks on one GPU: "
+                "use IPC (spec.transport: IPC), or give the pod a GPU of its own"
+            )
+        self._gpus[identity.rank] = gpu
+
+    def forget(self, rank: int) -> int:
+        self._gpus.pop(rank, None)
+        self.needs_regroup = True
+        return 0  # a collective exports nothing
+
+    def regroup(self, epoch: int, ranks: Sequence[int], timeout: float) -> Regroup:
+        self._end.drop(abort=self.needs_regroup)
+        return Regroup(
+            epoch=epoch,
+            ranks=tuple(ranks),
+            rendezvous=base64.b64encode(unique_id()).decode(),
+            timeout_seconds=timeout,
+        )
+
+    def connect(self, regroup: Regroup, deadline: Deadline) -> None:
+        self._route = self._end.connect(
+            base64.b64decode(regroup.rendezvous), 0, len(regroup.ranks), regroup.epoch, deadline
+        )
+        self.needs_regroup = False
+
+    def send(self, channel: SendChannel) -> None:
+        def check() -> None:
+            if not channel.alive():
+                raise TransportError("NCCL: a receiver left the step; the group can't finish without it")
+
+        try:
+            with torch.cuda.device(self.plan.device):
+                communicator, watch = self._end.begin(channel.deadline, check)
+                if self._gathers:
+                    self._send_gathered(communicator, watch)
+                else:
+                    self._send(communicator, watch)
+        except BaseException:
+            self.needs_regroup = True
+            self._end.fail()
+            raise
+
+    def _send(self, communicator: Communicator, watch: Callable[[], None]) -> None:
+        end = self._end
+        for bucket in range(len(end.slots)):
+            self._pack(bucket)
+        for number, call in enumerate(self._calls):
+            if call.bounced:
+                end.packing.stream.wait_event(end.bounce_emptied)
+                for plan in call.copies:
+                    plan.run(end.packing.stream)
+                end.bounce_filled.record(end.packing.stream)
+                end.communication.stream.wait_event(end.bounce_filled)
+            if call.slot >= 0:
+                end.communication.stream.wait_event(end.filled[call.slot])
+            end.queue(number, call, communicator, watch)
+            if call.bounced:
+                end.bounce_emptied.record(end.communication.stream)
+            if call.slot >= 0:
+                end.emptied[call.slot].record(end.communication.stream)
+                self._pack(call.bucket + len(end.slots))
+        end.finish(watch)
+
+    def _pack(self, bucket: int) -> None:
+        """Queues the packing of a bucket, where there is one, into its slot once that is free."""
+        if bucket >= len(self._packs):
+            return
+        end, slot = self._end, bucket % len(self._end.slots)
+        if bucket >= len(end.slots):
+            end.packing.stream.wait_event(end.emptied[slot])
+        for plan in self._packs[bucket]:
+            plan.run(end.packing.stream)
+        end.filled[slot].record(end.packing.stream)
+
+    def _send_gathered(self, communicator: Communicator, watch: Callable[[], None]) -> None:
+        """A sharded trainer's weights, one operation at a time.
+
+        A gathering is a collective of the trainer's own: kernels of two communicators that run at once can block each
+        other, so ours is over before.
+        """
+        end = self._end
+        for number, op in enumerate(self.moves.ops):
+            whole = self._gather(op)
+            if isinstance(op, Straight):
+                source = byte_view(whole[0])
+            else:
+                source = end.slots[end.slot_of(op)]
+                for piece, tensor in zip(op.pieces, whole, strict=True):
+                    source[piece.bucket_offset : piece.bucket_offset + piece.nbytes].copy_(byte_view(tensor))
+            end.communication.follow()
+            end.queue(number, Call((op,), [(source.data_ptr(), op.nbytes)]), communicator, watch)
+            end.finish(watch)
+
+    def _gather(self, op: Op) -> Sequence[torch.Tensor]:
+        assert self.plan.gather is not None
+        return self.plan.gather([piece.tensor for piece in op.pieces])
+
+    def digests(self) -> bytes:
+        """Of what was sent. Outside a step's transfer: it uses the slots."""
+        with torch.cuda.device(self.plan.device):
+            if self._gathers:
+                return self._digests_by_op(self._gathered_digests)
+            if self.plan.gather is not None:
+                return self._digests_by_op(self._converted_digests)
+            if self._digest is None:
+                self._digest = DeviceDigest.of_tensors(self.plan.tensors, self.plan.device)
+            return self._digest.bytes()
+
+    def _digests_by_op(self, digests_of: Callable[[Op], bytes]) -> bytes:
+        found: dict[int, bytes] = {}
+        for op in self.moves.ops:
+            digests = digests_of(op)
+            for place, piece in enumerate(op.pieces):
+                found[piece.tensor] = digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
+        return b"".join(
+            found.get(index if entry.alias is None else entry.alias, bytes(DIGEST_BYTES))
+            for index, entry in enumerate(self.plan.manifest.tensors)
+        )
+
+    def _gathered_digests(self, op: Op) -> bytes:
+        return DeviceDigest.of_tensors(self._gather(op), self.plan.device).bytes()
+
+    def _converted_digests(self, op: Op) -> bytes:
+        """Of the bytes that the masters become: converted once more, the very same way."""
+        entries, tensors = self.plan.manifest.tensors, self.plan.tensors
+        if isinstance(op, Bucket):
+            slot = self._end.slots[self._end.slot_of(op)]
+            for plan in self._packs[op.index]:
+                plan.run()
+            views = [typed(slot, piece.bucket_offset, entries[piece.tensor]) for piece in op.pieces]
+        else:
+            views = [tensors[op.tensor].detach().to(entries[op.tensor].torch_dtype).contiguous()]
+        return DeviceDigest.of_tensors(views, self.plan.device).bytes()
+
+    def close(self) -> None:
+        self._calls, self._packs, self._digest = [], [], None
+        self._end.close()
+
+
+class NcclReceiver(ReceiverTransport):
+    def __init__(
+        self, welcome: Welcome, manifest: Manifest, target: Target, config: AgentConfig, device: torch.device
+    ) -> None:
+        super().__init__(welcome, manifest, target)
+        self.device = torch.device("cuda", device_index(device))
+        try:
+            self.moves: GroupPlan = group_plan(
+                manifest, welcome.bucket_bytes, straight_bytes(welcome.mode, welcome.bucket_bytes)
+            )
+        except ValueError as error:
+            raise TransportError(f"NCCL: the sender's bucket size can't be used: {error}") from None
+        self._end = End(self.device, self.moves, welcome.slots, config.interface)
+        self._unpacks: list[list[DeviceCopyPlan]] = []
+        self._calls: list[Call] = []
+        self._handover: Handover | None = None
+        self._digest: DeviceDigest | None = None
+        self._staged: dict[Op, DeviceDigest] = {}
+
+    @property
+    def owned_bytes(self) -> int:
+        return 0  # as the sender's
+
+    def join(self, deadline: Deadline) -> Joined:
+        with torch.cuda.device(self.device):
+            if self.target.in_place:
+                self._make_calls()
+            else:
+                self._make_loading_calls()
+                self._handover = Handover(self.manifest, self.target, self.device, self._staged_digests)
+        return Joined(route="")
+
+    def _make_calls(self) -> None:
+        entries, end = self.manifest.tensors, self._end
+        tensors = self.target.destinations()
+        wrong = [entries[i].name for i, tensor in enumerate(tensors) if tensor.device != self.device]
+        if wrong:
+            raise ConfigError(f"{wrong[0]} and {len(wrong) - 1} more of the target's tensors are not on {self.device}")
+        also = separate_aliases(self.manifest, tensors)
+        for op in self.moves.ops:
+            if isinstance(op, Bucket):
+                slot = end.slots[end.slot_of(op)]
+                pairs = [
+                    (typed(slot, piece.bucket_offset, entries[piece.tensor]), tensors[index].detach())
+                    for piece in op.pieces
+                    for index in (piece.tensor, *also.get(piece.tensor, ()))
+                ]
+                self._unpacks.append(copy_plans(pairs, self.device))
+        staged = [
+            [op for op in call if isinstance(op, Straight) and not is_plain(tensors[op.tensor])]
+            for call in self.moves.calls
+        ]
+        for ops, bounced, starts in zip(self.moves.calls, staged, end.make_bounce(staged), strict=True):
+            place = {op.tensor: start for op, start in zip(bounced, starts, strict=True)}
+            call = Call(ops, [], bounced=bool(bounced))
+            pairs = []
+            for op in ops:
+                if isinstance(op, Bucket):
+                    call.slot, call.bucket = end.slot_of(op), op.index
+                    call.broadcasts.append((end.slots[call.slot].data_ptr(), op.nbytes))
+                    continue
+                arrives = tensors[op.tensor].detach()
+                if op.tensor in place:
+                    assert end.bounce is not None
+                    arrives = typed(end.bounce, place[op.tensor], entries[op.tensor])
+                    pairs.append((arrives, tensors[op.tensor].detach()))
+                call.broadcasts.append((arrives.data_ptr(), op.nbytes))
+                pairs += [(arrives, tensors[index].detach()) for index in also.get(op.tensor, ())]
+            call.copies = copy_plans(pairs, self.device)
+            self._calls.append(call)
+
+    def _make_loading_calls(self) -> None:
+        """Straight tensors land in the bounce buffer, a call at a time."""
+        end = self._end
+        straights = [[op for op in call if isinstance(op, Straight)] for call in self.moves.calls]
+        for ops, landing, starts in zip(self.moves.calls, straights, end.make_bounce(straights), strict=True):
+            call = Call(ops, [], bounced=bool(landing))
+            place = {op.tensor: start for op, start in zip(landing, starts, strict=True)}
+            for op in ops:
+                if isinstance(op, Bucket):
+                    call.slot, call.bucket = end.slot_of(op), op.index
+                    call.broadcasts.append((end.slots[call.slot].data_ptr(), op.nbytes))
+                else:
+                    assert end.bounce is not None
+                    call.broadcasts.append((end.bounce.data_ptr() + place[op.tensor], op.nbytes))
+            self._calls.append(call)
+
+    def regroup(self, regroup: Regroup, rank: int, deadline: Deadline) -> Regrouped:
+        self._end.drop(abort=True)
+        try:
+            identity = base64.b64decode(regroup.rendezvous, validate=True)
+        except binascii.Error:
+            identity = b""
+        ranks = regroup.ranks
+        if len(identity) != UNIQUE_ID_BYTES or rank not in ranks or len(set(ranks)) != len(ranks):
+            raise TransportError(f"NCCL: the sender's invitation to group {regroup.epoch} can't be used")
+        route = self._end.connect(identity, ranks.index(rank), len(ranks), regroup.epoch, deadline)
+        return Regrouped(epoch=regroup.epoch, route=route)
+
+    def receive(self, channel: ReceiveChannel) -> None:
+        try:
+            with torch.cuda.device(self.device):
+                communicator, watch = self._end.begin(channel.deadline, channel.check)
+                if self._handover is not None:
+                    self._receive_and_load(communicator, watch, channel.verify)
+                else:
+                    self._receive_in_place(communicator, watch)
+        except BaseException:
+            self._end.fail()
+            raise
+
+    def _receive_in_place(self, communicator: Communicator, watch: Callable[[], None]) -> None:
+        end = self._end
+        for number, call in enumerate(self._calls):
+            if call.bounced:
+                end.communication.stream.wait_event(end.bounce_emptied)
+            if call.slot >= 0 and call.bucket >= len(end.slots):
+                end.communication.stream.wait_event(end.emptied[call.slot])
+            end.queue(number, call, communicator, watch)
+            if call.slot >= 0:
+                end.filled[call.slot].record(end.communication.stream)
+                end.packing.stream.wait_event(end.filled[call.slot])
+                for plan in self._unpacks[call.bucket]:
+                    plan.run(end.packing.stream)
+                end.emptied[call.slot].record(end.packing.stream)
+            if call.copies:
+                end.bounce_filled.record(end.communication.stream)
+                end.packing.stream.wait_event(end.bounce_filled)
+                for plan in call.copies:
+                    plan.run(end.packing.stream)
+                end.bounce_emptied.record(end.packing.stream)
+        end.finish(watch)
+
+    def _receive_and_load(self, communicator: Communicator, watch: Callable[[], None], verify: bool) -> None:
+        """Buckets are broadcast while the ones before are loaded; the landing buffer is one, and waits for its load."""
+        assert self._handover is not None
+        end = self._end
+        self._handover.begin()
+        under_way: deque[tuple[Call, torch.cuda.Event]] = deque()
+
+        def load_oldest() -> None:
+            call, arrived = under_way.popleft()
+            end.waiter.wait(arrived, watch)
+            for op, (pointer, nbytes) in zip(call.ops, call.broadcasts, strict=True):
+                self._load(op, pointer, nbytes, verify)
+            # The engine's copies are queued on its own stream: what is broadcast next waits for them.
+            end.communication.follow()
+
+        for number, call in enumerate(self._calls):
+            while any(_shares(held, call) for held, _ in under_way) or len(under_way) >= max(2, len(end.slots)):
+                load_oldest()
+            end.queue(number, call, communicator, watch)
+            arrived = end.communication.stream.record_event()
+            under_way.append((call, arrived))
+        while under_way:
+            load_oldest()
+        end.finish(watch)
+
+    def _load(self, op: Op, pointer: int, nbytes: int, verify: bool) -> None:
+        assert self._handover is not None
+        window, alive = bytes_at(pointer, nbytes)
+        self._handover.load(op, window, verify)
+        del window
+        if alive() is not None:
+            names = ", ".join(self.manifest.tensors[piece.tensor].name for piece in op.pieces[:3])
+            raise ViewsRetained(
+                f"{names}{', ...' if len(op.pieces) > 3 else ''}: a view of the staging buffer outlived the load: "
+                "whoever holds it would see later weights under its feet. Copy the tensors that load_weights keeps "
+                "(tensor.clone() or parameter.copy_(tensor))"
+            )
+
+    def _staged_digests(self, op: Op, views: Sequence[torch.Tensor]) -> bytes:
+        """The staging addresses of an operation never change, so its table is made once."""
+        found = self._staged.get(op)
+        if found is None:
+            parts = [(v.data_ptr(), p.nbytes, i, 0) for i, (v, p) in enumerate(zip(views, op.pieces, strict=True))]
+            found = self._staged[op] = DeviceDigest(parts, len(views), self.device)
+        return found.bytes()
+
+    def digests(self) -> bytes:
+        if self._handover is not None:
+            return self._handover.digests()
+        with torch.cuda.device(self.device):
+            if self._digest is None:
+                self._digest = DeviceDigest.of_tensors(self.target.destinations(), self.device)
+            return self._digest.bytes()
+
+    def close(self) -> None:
+        self._calls, self._unpacks, self._staged = [], [], {}
+        self._digest = self._handover = None
+        self._end.close()
+
+
+def _shares(one: Call, other: Call) -> bool:
+    """Whether two calls land in the same memory."""
+    return (one.bounced and other.bounced) or one.slot == other.slot >= 0
