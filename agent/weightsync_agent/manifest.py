@@ -230,6 +230,7 @@ def layout(manifest: Manifest, bucket_bytes: int, skip: frozenset[int] = frozens
 
 
 MAX_LISTED = 20
+_CAUSE = "likely cause"
 
 
 def differences(sent: Manifest, expected: Manifest) -> list[str]:
@@ -271,16 +272,16 @@ def _likely_cause(unexpected: list[str], lost: list[str]) -> str:
                     prefix, rest = ".".join(name.split(".")[:part]) + ".", ".".join(name.split(".")[part:])
                     if rest in target:
                         side = "the sender's" if ours is unexpected else "the receiver's"
-                        return f"likely cause: {side} names have the prefix {prefix!r}"
+                        return f"{_CAUSE}: {side} names have the prefix {prefix!r}"
     heads = [n for n in lost if n.endswith(("lm_head.weight", "embed_out.weight", "output.weight"))]
     if heads and len(heads) == len(lost) and not unexpected:
-        return f"likely cause: {heads[0]} is tied at the sender and not at the receiver: send it too"
+        return f"{_CAUSE}: {heads[0]} is tied at the sender and not at the receiver: send it too"
     return ""
 
 
 def summarize(found: list[str]) -> str:
-    """The first MAX_LISTED differences, and how many more there are."""
-    shown = found[:MAX_LISTED]
-    more = len(found) - len(shown)
-    cause = found[-1] if more and found[-1].startswith("likely cause") else ""
-    return "; ".join(shown) + (f"; and {more} more" if more else "") + (f"; {cause}" if cause else "")
+    """The first MAX_LISTED differences, and how many more there are; then the likely cause, where there is one."""
+    causes = [sentence for sentence in found[-1:] if sentence.startswith(_CAUSE)]
+    listed = found[: len(found) - len(causes)]
+    more = [f"and {len(listed) - MAX_LISTED} more"] if len(listed) > MAX_LISTED else []
+    return "; ".join(listed[:MAX_LISTED] + more + causes)
