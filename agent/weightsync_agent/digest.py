@@ -73,6 +73,8 @@ def block_keys(start: int, count: int) -> npt.NDArray[np.int64]:
 
 
 _A = word_keys()
+_B_FIRST = block_keys(0, 1024).tolist()
+"""B of the first 16 MiB of a tensor: small tensors would pay more for their one key than for their words."""
 _local = threading.local()
 
 
@@ -97,7 +99,7 @@ def bytes_digest(data: npt.NDArray[np.uint8], first_word: int = 0) -> int:
     done = 0
     if offset:
         done = min(BLOCK_WORDS - offset, words.size)
-        total += _sum(words[:done], _A[offset : offset + done]) * int(block_keys(block, 1)[0])
+        total += _sum(words[:done], _A[offset : offset + done]) * _block_key(block)
         block += 1
     full = (words.size - done) // BLOCK_WORDS
     if full:
@@ -115,16 +117,20 @@ def bytes_digest(data: npt.NDArray[np.uint8], first_word: int = 0) -> int:
     if done < words.size:
         rest = words.size - done
         first = (first_word + done) % BLOCK_WORDS
-        total += _sum(words[done:], _A[first : first + rest]) * int(block_keys(block, 1)[0])
+        total += _sum(words[done:], _A[first : first + rest]) * _block_key(block)
     if whole < data.size:
         tail = int.from_bytes(data[whole:].tobytes().ljust(WORD_BYTES, b"\0"), "little", signed=True)
         at = first_word + words.size
-        total += tail * int(_A[at % BLOCK_WORDS]) * int(block_keys(at // BLOCK_WORDS, 1)[0])
+        total += tail * int(_A[at % BLOCK_WORDS]) * _block_key(at // BLOCK_WORDS)
     return total & MASK
 
 
+def _block_key(block: int) -> int:
+    return int(_B_FIRST[block] if block < len(_B_FIRST) else block_keys(block, 1)[0])
+
+
 def _sum(words: npt.NDArray[np.int32], keys: npt.NDArray[np.int64]) -> int:
-    return int((words.astype(np.int64) * keys).sum())
+    return int(np.dot(words.astype(np.int64), keys))
 
 
 def tensor_digest(tensor: torch.Tensor) -> int:
