@@ -239,6 +239,8 @@ def anonymous_bytes(_target: Any = None) -> int:
 
 def _receiver(pipe: Connection, welcome_json: str, make: TargetMaker, rank: int, runtime_dir: str, device: str) -> None:
     torch.set_num_threads(1)
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)
     welcome = Welcome.model_validate_json(welcome_json)
     assert welcome.manifest is not None
     made = make()

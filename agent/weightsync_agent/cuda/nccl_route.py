@@ -105,7 +105,10 @@ def captured(reset: Callable[[], None] | None) -> Iterator[Capture]:
         reset: ncclResetDebugInit of the library, which makes it read its environment again; None where it has none:
             then the log is caught only if NCCL has said nothing in this process before.
     """
-    with _capturing:
+    if not _capturing.acquire(blocking=False):
+        yield Capture()  # another communicator of this process is being made, maybe the peer of this one
+        return
+    try:
         fd = os.memfd_create("weightsync-nccl-log", os.MFD_CLOEXEC)
         before = {name: os.environ.get(name) for name in _VARIABLES}
 
@@ -134,3 +137,5 @@ def captured(reset: Callable[[], None] | None) -> Iterator[Capture]:
             if (before["NCCL_DEBUG"] or "").upper() in ("INFO", "TRACE"):
                 for line in capture.text.splitlines():
                     log.info("%s", line)
+    finally:
+        _capturing.release()
