@@ -136,6 +136,7 @@ class LocalPlatform:
             started = True
         if started:
             self._state.write_processes([p.id for p in self.processes.values() if p.id is not None])
+            self._hooks.wake()  # this pass observed what was before
 
     async def report(self, key: Key, after: int, wait: float) -> Report | None:
         if self._client is None:
@@ -159,10 +160,10 @@ class LocalPlatform:
         """Starts nothing any more."""
         self._closing = True
 
-    async def stop(self, *, patience: float = TERM_SECONDS) -> None:
-        """Ends every process, within `patience` and a moment; those that don't heed SIGTERM are killed."""
+    async def stop(self) -> None:
+        """Ends every process, in less than 5 s: those that don't heed SIGTERM are killed."""
         self.freeze()
-        for number, seconds in ((signal.SIGTERM, patience), (signal.SIGKILL, KILL_SECONDS)):
+        for number, seconds in ((signal.SIGTERM, TERM_SECONDS), (signal.SIGKILL, KILL_SECONDS)):
             running = [process for process in self.processes.values() if process.running]
             if not running:
                 break

@@ -62,12 +62,9 @@ class Stop:
 
     def __init__(self) -> None:
         self.outcome: Outcome | None = None
-        self.hurry = False
-        """Asked a second time: kill at once."""
         self.wakes: list[asyncio.Event] = []
 
     def request(self, outcome: Outcome) -> None:
-        self.hurry = self.outcome is not None
         self.outcome = self.outcome or outcome
         for wake in self.wakes:
             wake.set()
@@ -116,7 +113,7 @@ class LocalRun:
             screen.notice(notice)
 
     async def run(self) -> Outcome:
-        """Until it ends by itself, fails, or is stopped: then no process is left, and no file but a failed run's logs."""
+        """Until it ends, fails or is stopped. No process is left then, and no file but the logs of a failed run."""
         outcome = Outcome(EXIT_FAILED, "the runner failed")
         follow = asyncio.create_task(
             self._reconciler.follow(self.key, self._ws, self._wake.set, POLL_SECONDS, max_retry=0.5)
@@ -219,8 +216,7 @@ class LocalRun:
         return Outcome(EXIT_DONE)
 
     async def _end(self, outcome: Outcome) -> None:
-        patience = 0.2 if self._stop.hurry else 3.0
-        await self.platform.stop(patience=patience)
+        await self.platform.stop()
         self._state.release(keep_logs=outcome.code == EXIT_FAILED)
 
     # --- what is shown ------------------------------------------------------------------------------------------
@@ -300,7 +296,8 @@ async def run_documents(resources: Sequence[WeightSync], folder: Path, screen: S
         (signal.SIGTERM, EXIT_TERMINATED),
         (signal.SIGHUP, 128 + signal.SIGHUP),
     ):
-        loop.add_signal_handler(number, stop.request, Outcome(code, "stopping"))
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup, or in the background of a script
+            loop.add_signal_handler(number, stop.request, Outcome(code))
     if options.timeout is not None:
         text = f"--timeout {options.timeout:g} s is over"
         loop.call_later(options.timeout, stop.request, Outcome(EXIT_TIMEOUT, text))

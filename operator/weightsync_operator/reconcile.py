@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -25,6 +26,7 @@ log = logging.getLogger("weightsync.reconcile")
 
 POLL_SECONDS = 10.0
 """Length of one long poll for a report."""
+MIN_POLL_SECONDS = 0.1
 RETRY_SECONDS = 0.25
 MAX_RETRY_SECONDS = 5.0
 
@@ -138,12 +140,14 @@ class Reconciler:
         """Polls for ever, and wakes the passes whenever something new was reported. Ends when the sender finished."""
         delay = RETRY_SECONDS
         while True:
-            before = self.latest(key)
+            before, asked_at = self.latest(key), time.monotonic()
             if await self.poll(key, ws, poll):
                 delay = RETRY_SECONDS
                 report = self.latest(key)
                 if report != before:
                     wake()
+                elif time.monotonic() - asked_at < MIN_POLL_SECONDS:
+                    await asyncio.sleep(MIN_POLL_SECONDS)  # it answers at once with nothing new: no long poll
                 if report is not None and report.finished:
                     return
             else:

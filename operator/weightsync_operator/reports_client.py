@@ -59,10 +59,10 @@ class ReportsClient:
                 f"{base}/report", params=query, timeout=limit, allow_redirects=False
             ) as response:
                 body = await _bounded(response)
+        except TimeoutError:  # first: aiohttp's are ClientErrors too
+            raise ReportUnavailableError(f"{where} did not answer within {limit.total:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise ReportUnavailableError(f"{where} does not answer: {error or type(error).__name__}") from None
-        except TimeoutError:
-            raise ReportUnavailableError(f"{where} did not answer within {limit.total:g} s") from None
         if response.status != 200:
             raise ReportUnavailableError(f"{where} answered {response.status}: {body[:200].decode(errors='replace')}")
         try:

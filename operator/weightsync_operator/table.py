@@ -13,7 +13,7 @@ from weightsync_api.v1alpha1 import WeightSync
 
 from .text import age
 
-_SEGMENT = re.compile(r"""\.([A-Za-z]+)|\[\?\(@\.([A-Za-z]+)==["']([A-Za-z]+)["']\)\]""")
+_SEGMENT = re.compile(r"""\.([A-Za-z][A-Za-z0-9]*)|\[\?\(@\.([A-Za-z]+)==["']([A-Za-z]+)["']\)\]""")
 _GAP = "   "
 
 
