@@ -70,8 +70,6 @@ class SenderLoop:
         self._interval = float(config.steps.interval_seconds)
         self._count = config.steps.count
         self._refreshes = 0
-        self._whole = False
-        """The tensors hold one version, whole: they may be sent."""
         self._failures = 0
         self._last: StepReport | None = None
 
@@ -93,7 +91,7 @@ class SenderLoop:
         """No new weights come any more: sends the last ones again whenever a receiver lacks them. Never returns."""
         while True:
             time.sleep(LOOK_SECONDS if not self._failures else self._retry_seconds)
-            if self._whole and _lacks_a_step(self._sender.report()):
+            if self._source.whole and _lacks_a_step(self._sender.report()):
                 self._step()
 
     @property
@@ -103,21 +101,16 @@ class SenderLoop:
     def _fresh(self) -> bool:
         """Waits for something to send: new weights, or a receiver that lacks the last. False: never again."""
         while not self._source.finished:
-            self._refreshes += 1
-            held, self._whole = self._whole, False
             try:
-                self._whole = self._source.refresh(self._refreshes, Deadline(LOOK_SECONDS))
+                if self._source.refresh(self._refreshes + 1, Deadline(LOOK_SECONDS)):
+                    self._refreshes += 1
+                    return True
             except SourceError as error:
                 if self._last is None:
                     raise
                 log.error("the new weights can't be read, the receivers keep the last: %s", error)
                 time.sleep(LOOK_SECONDS)
-                continue
-            if self._whole:
-                return True
-            self._whole = held
-            self._refreshes -= 1
-            if held and _lacks_a_step(self._sender.report()):
+            if self._refreshes and self._source.whole and _lacks_a_step(self._sender.report()):
                 return True
         return False
 

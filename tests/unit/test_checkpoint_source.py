@@ -443,6 +443,30 @@ def test_a_source_whose_file_changed_before_it_was_read_reads_the_new_one(tmp_pa
     assert same(named, weights(2))
 
 
+def test_weights_mixed_by_a_writer_are_never_called_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second file is replaced after the first was read: the tensors are of two versions."""
+    save_sharded(tmp_path, weights(1), 2)
+    source = CheckpointSource(tmp_path)
+    named = source.attach(torch.zeros(source.manifest.arena_bytes, dtype=torch.uint8))
+    assert not source.whole
+    assert source.refresh(1, Deadline(0))
+    assert source.whole
+    save_sharded(tmp_path, weights(2), 2)
+    found = source.checkpoint.current()
+    os.truncate(tmp_path / "model-00002-of-00002.safetensors", 40)
+    # What a look between the two writes of the trainer gave.
+    monkeypatch.setattr(source, "_next", found)
+    with pytest.raises(IncompleteError, match=r"model-00002-of-00002\.safetensors was changed while it was being read"):
+        source.refresh(2, Deadline(0))
+    assert not source.whole
+    assert not source.refresh(2, Deadline(0))
+    assert not source.whole
+    save_sharded(tmp_path, weights(3), 2)
+    assert source.refresh(2, Deadline(30))
+    assert source.whole
+    assert same(named, weights(3))
+
+
 def test_a_new_version_of_other_shapes_is_an_error_that_names_it(tmp_path: Path) -> None:
     save_version(tmp_path, "step-1", 1)
     source = CheckpointSource(tmp_path)
@@ -453,6 +477,7 @@ def test_a_new_version_of_other_shapes_is_an_error_that_names_it(tmp_path: Path)
     with pytest.raises(SourceError, match=r"checkpoint step-2 doesn't fit what is sent: embed"):
         source.refresh(2, Deadline(30))
     assert same(source.named, weights(1))
+    assert source.whole
 
 
 def test_without_watching_the_newest_is_sent_once(tmp_path: Path) -> None:

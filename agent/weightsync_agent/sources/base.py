@@ -32,6 +32,11 @@ class Source(ABC):
 
     @property
     @abstractmethod
+    def whole(self) -> bool:
+        """The tensors hold one version, whole: they may be sent."""
+
+    @property
+    @abstractmethod
     def finished(self) -> bool:
         """No later `refresh` will bring anything."""
 
@@ -39,6 +44,6 @@ class Source(ABC):
     def refresh(self, step: int, deadline: Deadline) -> bool:
         """Puts the values of step `step` (from 1) in place. False: there is nothing new, up to the deadline.
 
-        Raises SourceError where the weights can't be read; the tensors may then be mixed, and must not be sent until a
-        later call gave True.
+        Raises SourceError where the weights can't be read. Then `whole` says whether the tensors still hold the last
+        ones or are mixed, in which case they must not be sent until a later call gave True.
         """

@@ -115,16 +115,19 @@ class Checkpoint:
                 return None
             time.sleep(min(POLL_SECONDS, deadline.remaining))
 
+    def check(self, version: Version, named: Mapping[str, torch.Tensor]) -> None:
+        """Raises SourceError that lists the differences where the version's tensors are not those of `named`."""
+        wanted = _manifest((k, str(v.dtype).removeprefix("torch."), tuple(v.shape)) for k, v in named.items())
+        found = differences(_manifest(version.tensors), wanted)
+        if found:
+            raise SourceError(f"checkpoint {version.name} doesn't fit what is sent: {summarize(found)}")
+
     def read_into(self, version: Version, named: Mapping[str, torch.Tensor]) -> None:
         """Reads every tensor of `named` from the version's files, each byte once.
 
-        Raises SourceError where `named` and the version differ (before any byte is read) or a file was changed.
+        Raises SourceError where they differ (before any byte is read), or a file can't be read or was changed.
         """
-        expected = _manifest(version.tensors)
-        wanted = _manifest((k, str(v.dtype).removeprefix("torch."), tuple(v.shape)) for k, v in named.items())
-        found = differences(expected, wanted)
-        if found:
-            raise SourceError(f"checkpoint {version.name} doesn't fit what is sent: {summarize(found)}")
+        self.check(version, named)
         if len(version.shards) == 1:
             read_tensors(version.shards[0], named)
             return
@@ -233,35 +236,46 @@ class CheckpointSource(Source):
         self._next: Version | None = self.checkpoint.current()
         super().__init__(_manifest(self._next.tensors))
         self.version: Version | None = None
-        """What the tensors hold."""
+        """What the tensors hold; None: nothing yet, or a mixture."""
         self._told: list[str] = []
 
     @property
+    def whole(self) -> bool:
+        return self.version is not None
+
+    @property
     def finished(self) -> bool:
-        return self.version is not None and not self.watch
+        return self.whole and not self.watch
 
     def refresh(self, step: int, deadline: Deadline) -> bool:
         """Waits up to the deadline for a newer version and reads it. A file that changes under us is read again."""
         if self.finished:
             return False
+        changed: IncompleteError | None = None
         while True:
             found = self._next or self.checkpoint.wait_for_newer(self.version, deadline)
             self._next = None
-            if self.checkpoint.problems != self._told:
-                self._told = self.checkpoint.problems
-                for problem in self._told[:5]:
-                    log.warning("a newer version is not sent: %s", problem)
+            self._tell()
             if found is None:
+                if changed is not None:
+                    raise changed
                 return False
+            self.checkpoint.check(found, self.named)
+            # From here on the tensors are mixed: whatever is whole next, the same version included, must be read.
+            self.version = None
             try:
                 self.checkpoint.read_into(found, self.named)
             except IncompleteError as error:
-                log.warning("%s; it is read again once it is whole", error)
-                # The tensors may be mixed now: whatever is whole next, the same version included, must be read.
-                self.version = None
+                changed = error
                 continue
             self.version = found
             return True
+
+    def _tell(self) -> None:
+        if self.checkpoint.problems != self._told:
+            self._told = self.checkpoint.problems
+            for problem in self._told[:5]:
+                log.warning("a newer version is not sent: %s", problem)
 
 
 def _manifest(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Manifest:

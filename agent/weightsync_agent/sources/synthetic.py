@@ -36,6 +36,10 @@ class SyntheticSource(Source):
         self._next = 0
 
     @property
+    def whole(self) -> bool:
+        return bool(self._flat)
+
+    @property
     def finished(self) -> bool:
         return False
 
