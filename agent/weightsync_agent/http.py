@@ -28,6 +28,7 @@ from weightsync_api.reports import AgentReport, Report
 from .deadline import Deadline
 from .errors import ConfigError
 from .metrics import AgentMetrics, unready
+from .parent import bound
 
 log = logging.getLogger("weightsync.http")
 
@@ -110,8 +111,11 @@ class AgentServer:
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def linger(self, seconds: float = LINGER_SECONDS) -> None:
-        """Waits up to `seconds` until the reader of `/report` has got the last one; at once where nobody reads."""
-        if self.agent.report().finished and time.monotonic() - self._asked_at < READER_SECONDS:
+        """Waits up to `seconds` until the reader of `/report` has got the last one; at once where nobody reads.
+
+        A local run always reads, but steps may be over before it has asked for the first time.
+        """
+        if self.agent.report().finished and (bound() or time.monotonic() - self._asked_at < READER_SECONDS):
             self._told_end.wait(seconds)
 
     def close(self) -> None:

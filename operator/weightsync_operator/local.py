@@ -153,6 +153,7 @@ class LocalPlatform:
 
     async def delete(self, key: Key) -> None:
         await self.stop()
+        await self.close()
 
     # --- the end ------------------------------------------------------------------------------------------------
 
@@ -170,6 +171,9 @@ class LocalPlatform:
             for process in running:
                 process.signal(number)
             await asyncio.wait([asyncio.create_task(process.ended()) for process in running], timeout=seconds)
+
+    async def close(self) -> None:
+        """After `stop`, and once nobody asks for reports any more."""
         for process in self.processes.values():
             process.log.close()
         if self._client is not None:

@@ -123,10 +123,12 @@ class LocalRun:
             if outcome.code == EXIT_DONE:
                 outcome = await self._finish()
         finally:
+            # Reports are read to the last: a sender that is asked to end waits until its last one is taken.
+            await self.platform.stop()
             follow.cancel()
-            with suppress(asyncio.CancelledError):
-                await follow
-            await self._end(outcome)
+            await asyncio.wait([follow])
+            await self.platform.close()
+            self._state.release(keep_logs=outcome.code == EXIT_FAILED)
         return outcome
 
     def abandon(self) -> None:
@@ -140,12 +142,12 @@ class LocalRun:
             self._wake.clear()
             if follow.done() and not follow.cancelled() and (error := follow.exception()) is not None:
                 raise error
+            if (outcome := self._judge()) is not None:
+                return outcome
             try:
                 await self._reconciler.reconcile(self.key)
             except OSError as error:
                 return Outcome(EXIT_BAD_INPUT, f"{self.key}: a process can't be started: {error}")
-            if (outcome := self._judge()) is not None:
-                return outcome
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), RESYNC_SECONDS)
 
@@ -157,7 +159,7 @@ class LocalRun:
         if sender is not None and sender.exit is not None:
             if sender.exit.code == 0:
                 return Outcome(EXIT_DONE)
-            if sender.exit.code == EXIT_BAD_INPUT and not self._counted and not sender.command.user:
+            if self._is_bad_input(sender):
                 return self._bad_input(sender)
             report = self._reconciler.latest(self.key)
             finished = report is not None and report.finished
@@ -168,12 +170,17 @@ class LocalRun:
         for receiver in self.platform.receivers:
             if receiver.exit is None or receiver.exit.code == 0 or self._held_a_step(receiver):
                 continue
-            if receiver.exit.code == EXIT_BAD_INPUT and not receiver.command.user:
+            if self._is_bad_input(receiver):
                 return self._bad_input(receiver)
             if len(receiver.crashes) >= RECEIVER_CRASHES:
                 text = f"{self.key}: {receiver.name} failed {len(receiver.crashes)} times before its first step"
                 return Outcome(EXIT_FAILED, f"{text}: {receiver.exit.text}", receiver)
         return None
+
+    def _is_bad_input(self, process: AgentProcess) -> bool:
+        """The agent's own word, before anything was sent: what the manifest names can't be used."""
+        code = process.exit.code if process.exit else 0
+        return code == EXIT_BAD_INPUT and not self._counted and not process.command.user
 
     def _bad_input(self, process: AgentProcess) -> Outcome:
         return Outcome(EXIT_BAD_INPUT, f"{self.key}: {process.name}: {next(reversed(process.log.tail), 'bad input')}")
@@ -215,10 +222,6 @@ class LocalRun:
             return Outcome(EXIT_FAILED, f"{text}: {why.message}" if why else text)
         return Outcome(EXIT_DONE)
 
-    async def _end(self, outcome: Outcome) -> None:
-        await self.platform.stop()
-        self._state.release(keep_logs=outcome.code == EXIT_FAILED)
-
     # --- what is shown ------------------------------------------------------------------------------------------
 
     def tell(self, outcome: Outcome) -> None:
@@ -256,7 +259,7 @@ class LocalRun:
             self._screen.line(self._prefix + process.name, text)
 
     def _crashed(self, process: AgentProcess) -> None:
-        if self._stop.outcome is None and process.exit is not None:
+        if self._stop.outcome is None and process.exit is not None and not self._is_bad_input(process):
             last = next(reversed(process.log.tail), "")
             why = f"{process.exit.text}{f': {last}' if last else ''}"
             again = f"it starts again in {process.backoff:.0f} s"
