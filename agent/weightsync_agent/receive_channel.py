@@ -19,7 +19,7 @@ class ReceiverStepChannel:
     """
 
     def __init__(
-        self, begin: Begin, post: Callable[[Message], None], take: Callable[[float], FromSender | None]
+        self, begin: Begin, post: Callable[[Message], object], take: Callable[[float], FromSender | None]
     ) -> None:
         self.step = begin.step
         self.verify = begin.verify

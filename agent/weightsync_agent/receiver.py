@@ -5,7 +5,6 @@ It has no thread: the engine's own loop calls `poll` or `wait`, and between two 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections import Counter
@@ -31,6 +30,9 @@ from .transport import receiver_transport
 from .transport.base import ReceiverTransport
 
 log = logging.getLogger("weightsync.receiver")
+
+HELLO_SECONDS = 0.01
+"""How soon a Hello that did not go out is tried again."""
 
 Destination = torch.nn.Module | Mapping[str, torch.Tensor] | LoadWeights | Target
 
@@ -72,11 +74,13 @@ class Receiver:
         self._transport: ReceiverTransport | None = None
         self._welcome: protocol.Welcome | None = None
         self._failure: WeightSyncError | None = None
+        self._in_step = False
+        self._owes_hello = False
+        self._connected = False
         self._meter = meter_for(self.device, lambda: self._transport.owned_bytes if self._transport else 0)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = wire.connect_dealer(self._context, config.connect, config.curve_dir)
         # Every new connection is a sender that may be a new one: Hello goes first on each.
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._socket, self._monitor = wire.connect_dealer(self._context, config.connect, config.curve_dir)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
@@ -174,10 +178,10 @@ class Receiver:
         # The socket first: a message that is there costs no poll.
         frame = self._receive()
         if frame is None:
-            if timeout <= 0:
-                events = dict(self._poller.poll(0))
-            else:
-                events = dict(self._poller.poll(max(1, round(timeout * 1000))))
+            if self._owes_hello:
+                self._say_hello()
+            timeout = min(timeout, HELLO_SECONDS) if self._owes_hello else timeout
+            events = dict(self._poller.poll(max(1, round(timeout * 1000)) if timeout > 0 else 0))
             if self._monitor in events:
                 self._connection(recv_monitor_message(self._monitor, zmq.NOBLOCK))
             frame = self._receive() if self._socket in events else None
@@ -197,29 +201,38 @@ class Receiver:
             return None
         return frames[0] if len(frames) == 1 else b""
 
-    def _post(self, message: protocol.Message) -> None:
-        # No sender to hear it: the next one gets a Hello.
-        with contextlib.suppress(zmq.Again):
+    def _post(self, message: protocol.Message) -> bool:
+        """False when there is no sender to hear it: the next one gets a Hello, and nothing of what was for the last."""
+        if not self._connected:
+            return False
+        try:
             self._socket.send(protocol.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
 
     def _connection(self, event: Mapping[str, object]) -> None:
         if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._post(
-                protocol.Hello(
-                    protocol=protocol.PROTOCOL_VERSION,
-                    namespace=self.config.namespace,
-                    name=self.config.name,
-                    identity=self.identity,
-                    manifest_hash=self._manifest.hash if self._manifest else "",
-                    step=self._step,
-                )
-            )
-        elif self._in_step:
+            self._owes_hello = self._connected = True
+            return
+        self._owes_hello = self._connected = False
+        if self._in_step:
             raise Closed("the sender's connection is gone: its process ended or its node is off")
-        elif self._state == AgentState.JOINED:
+        if self._state == AgentState.JOINED:
             self._state, self._message = AgentState.STARTING, "its sender is gone; it waits for the next one"
 
-    _in_step = False
+    def _say_hello(self) -> None:
+        """The event of a connection comes a moment before the socket can send over it: tried until it is out."""
+        self._owes_hello = not self._post(
+            protocol.Hello(
+                protocol=protocol.PROTOCOL_VERSION,
+                namespace=self.config.namespace,
+                name=self.config.name,
+                identity=self.identity,
+                manifest_hash=self._manifest.hash if self._manifest else "",
+                step=self._step,
+            )
+        )
 
     def _handle(self, message: protocol.FromSender) -> int | None:
         if isinstance(message, protocol.Begin):
@@ -306,8 +319,10 @@ class Receiver:
             self._broken(begin.step, str(closed))
             return None
         except Exception as error:  # an engine's load_weights may raise anything; the sender has to know
-            kind = {TransportError: "transport", VerifyFailed: "verify"}.get(type(error), "load")
-            self.errors[kind] += 1
+            verified_wrong = isinstance(error, VerifyFailed)
+            self.errors[
+                "verify" if verified_wrong else "transport" if isinstance(error, TransportError) else "load"
+            ] += 1
             cause = f"{type(error).__name__}: {error}"
             log.error("rank %d: step %d failed", self.identity.rank, begin.step, exc_info=error)
             self._post(protocol.Error(step=begin.step, bucket=channel.bucket, cause=cause[:65536]))

@@ -32,6 +32,7 @@ class StepChannel:
         poll: Callable[[float], None],
     ) -> None:
         self.step = step
+        self.verify = False
         self.deadline = deadline
         self.members = {peer.rank: peer for peer in members}
         self.acks: dict[int, ReceiverStep] = {}
@@ -87,12 +88,10 @@ class StepChannel:
             "acknowledged",
         )
 
-    def wait(
-        self, done: Callable[[], bool], deadline: Deadline, missing: Callable[[], list[int]], what: str
-    ) -> None:
+    def wait(self, done: Callable[[], bool], deadline: Deadline, missing: Callable[[], list[int]], what: str) -> None:
         while not done():
             if deadline.passed:
-                late = missing()
+                late = sorted(missing())
                 raise StepTimeout(
                     f"step {self.step}: not {what} within {deadline.seconds:.3g} s by rank "
                     + ", ".join(map(str, late[:20]))
@@ -134,7 +133,9 @@ class StepChannel:
 
     def lose(self, rank: int) -> None:
         """Its process or its connection is gone."""
-        self.fail(rank, AgentState.LOST, f"step {self.step}: its connection is gone: the process ended or the node is off")
+        self.fail(
+            rank, AgentState.LOST, f"step {self.step}: its connection is gone: the process ended or the node is off"
+        )
 
     def fail(self, rank: int, state: AgentState, cause: str) -> None:
         """Takes a receiver out of the step; its weights may be mixed now."""

@@ -11,7 +11,6 @@ import secrets
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, Self
@@ -36,11 +35,10 @@ from .errors import (
     TransportError,
 )
 from .identity import load_config, local_identity
-from .manifest import describe
 from .memory import meter_for
 from .peers import Peer
 from .send_channel import StepChannel
-from .sources.module import Gatherer, gatherer_for
+from .sources.module import Gatherer, Weights, gatherer_for
 from .transport import Arena, make_arena, sender_transport
 from .transport.base import SendPlan
 
@@ -50,8 +48,6 @@ KEPT_STEPS = 64
 SERVICE_SECONDS = 0.05
 """How often receivers that say Hello between steps are admitted. Waiting on the socket's file descriptor instead would
 wake the service thread at every ACK, in the middle of the step's own thread."""
-
-Weights = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
 
 class Sender:
@@ -114,13 +110,12 @@ class Sender:
         if not tensors:
             raise ConfigError("there are no weights to send: the source has no tensors")
         self._arena = arena
-        self._own_arena = False
         if adopt and arena is None:
             if not self._gatherer.plain:
                 raise ConfigError("adopt=True needs whole tensors of the dtype that is sent: no DTensors, no dtype=")
             self._arena = make_arena(self.device, self.manifest.arena_bytes)
-            adopt_tensors(self._gatherer.names, tensors, self.manifest, self._arena.tensor())
-            self._own_arena = True
+            named = dict(zip(self._gatherer.names, tensors, strict=True))
+            adopt_tensors(named, self.manifest, self._arena.tensor())
         self.identity = local_identity(0, self.device, pod, node)
         Path(config.runtime_dir).mkdir(parents=True, exist_ok=True)
         self._transport = sender_transport(
@@ -184,37 +179,58 @@ class Sender:
             Closed: this sender was closed.
         """
         if not self._gatherer.leads:
-            self._gatherer.follow(self.config.bucket_bytes)
+            self._gatherer.follow()
             return StepReport(step=0, started_at=datetime.now(UTC), duration_microseconds=0, bytes=0, complete=True)
-        with self._lock:
-            if self._closed:
-                raise Closed("this sender is closed")
+        try:
+            with self._lock:
+                return self._lead()
+        finally:
+            self._gatherer.conclude()  # whatever became of the step, the trainer's other ranks go on
+
+    def _lead(self) -> StepReport:
+        if self._closed:
+            raise Closed("this sender is closed")
+        self._take_all()
+        if not self._tried_join:
+            self._await_receivers()
+        members = [peer for peer in self._peers.values() if peer.joined]
+        if not members:
+            raise JoinTimeout(self._nobody())
+        self._step = max(self._step, *(peer.step for peer in members)) + 1
+        deadline = Deadline(self.config.step_timeout_seconds)
+        channel = StepChannel(self._step, members, deadline, self._post, self._poll)
+        started_at, began = datetime.now(UTC), time.perf_counter()
+        self._meter.before()
+        self._channel = channel
+        try:
+            self._carry(channel)
+        except (TransportError, StepTimeout) as error:
+            self._break_off(channel, error)
+        finally:
+            self._channel = None
+        duration = time.perf_counter() - began
+        return self._conclude(channel, started_at, duration)
+
+    def _members(self) -> list[Peer]:
+        """The receivers of the step that begins. Raises JoinTimeout."""
+        try:
             self._take_all()
             if not self._tried_join:
                 self._await_receivers()
             members = [peer for peer in self._peers.values() if peer.joined]
             if not members:
                 raise JoinTimeout(self._nobody())
-            self._step = max(self._step, *(peer.step for peer in members)) + 1
-            deadline = Deadline(self.config.step_timeout_seconds)
-            channel = StepChannel(self._step, members, deadline, self._post, self._poll)
-            started_at, began = datetime.now(UTC), time.perf_counter()
-            self._meter.before()
-            self._channel = channel
-            try:
-                self._carry(channel)
-            except (TransportError, StepTimeout) as error:
-                self._break_off(channel, error)
-            finally:
-                self._channel = None
-            duration = time.perf_counter() - began
-            return self._conclude(channel, started_at, duration)
+        except BaseException:
+            self._gatherer.conclude()  # the trainer's other ranks wait to be told what to gather
+            raise
+        return members
 
     def _carry(self, channel: StepChannel) -> None:
         config, transport, step = self.config, self._transport, channel.step
         verify = config.verify.mode == VerifyMode.DIGEST and (
             step % config.verify.every_steps == 0 or any(not p.verified_once for p in channel.members.values())
         )
+        channel.verify = verify
         transport.fence()
         if transport.collective:
             self._regroup(channel)
@@ -309,7 +325,7 @@ class Sender:
         while not deadline.passed:
             there = {rank for rank, peer in self._peers.items() if peer.joined}
             refused = {rank for rank, peer in self._peers.items() if peer.state == AgentState.REFUSED}
-            if wanted <= there | refused and (there or not wanted):
+            if wanted <= there | refused and (there | refused or not wanted):
                 break
             self._poll(min(0.1, deadline.remaining))
         for rank in sorted(wanted - {rank for rank, peer in self._peers.items() if peer.joined}):
@@ -460,7 +476,8 @@ class Sender:
         reason = f"it said goodbye: {message.reason}" if message.reason else "it said goodbye"
         if self._channel is not None and self._channel.members.get(peer.rank) is peer:
             self._channel.fail(peer.rank, AgentState.LOST, f"step {self._channel.step}: {reason}")
-        peer.state, peer.message = AgentState.LOST, reason
+        if peer.state != AgentState.REFUSED:  # why it never joined says more than that it left
+            peer.state, peer.message = AgentState.LOST, reason
         self._forget(peer)
         self._publish()
 
@@ -558,18 +575,9 @@ class Sender:
             self._publish()
             self._socket.close()
             self._transport.close()
-            if self._own_arena and self._arena is not None:
-                self._release_arena(self._arena)
         self._wake.set()
         if threading.current_thread() is not self._service:
             self._service.join(timeout=2 * SERVICE_SECONDS)
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.term()
-
-    def _release_arena(self, arena: Arena) -> None:
-        """An adopted arena outlives the sender: the trainer's parameters are views of it."""
-        self._kept_arena = arena
-
-
-__all__ = ["Sender", "Weights", "describe"]

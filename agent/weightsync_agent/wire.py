@@ -42,28 +42,40 @@ def bind_router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, curve_di
         socket.bind(endpoint)
     except zmq.ZMQError as error:
         socket.close(linger=0)
-        raise ConfigError(f"the sender can't bind {endpoint}: {error.strerror}; is another sender running there?") from None
+        raise ConfigError(
+            f"the sender can't bind {endpoint}: {error.strerror}; is another sender running there?"
+        ) from None
     return socket
 
 
-def connect_dealer(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, curve_dir: str) -> zmq.Socket[bytes]:
-    """A receiver's socket. Connecting goes on in the background, for ever. Raises ConfigError when a key is missing."""
+def connect_dealer(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, curve_dir: str
+) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    """A receiver's socket, and the one that tells of its connections.
+
+    Connecting goes on in the background, for ever. Raises ConfigError when a key is missing.
+    """
     socket = context.socket(zmq.DEALER)
     _common(socket)
-    # Nothing is queued for a sender that isn't there: a new sender must not get the ACKs of the last one's steps.
-    socket.setsockopt(zmq.IMMEDIATE, 1)
+    # Not ZMQ_IMMEDIATE: with it libzmq drops what was received and not yet read when the connection ends, so that a
+    # Bye is lost (socket_base_t::hiccuped). What is for a sender that isn't there the receiver itself doesn't send.
+    socket.setsockopt(zmq.IMMEDIATE, 0)
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
     if curve_dir:
         public, secret = _certificate(curve_dir, CLIENT_KEY, secret=True)
         socket.curve_publickey, socket.curve_secretkey = public, secret
         socket.curve_serverkey = _certificate(curve_dir, SERVER_KEY)[0]
+    # Before connecting: a sender that is there already answers faster than a monitor set up afterwards.
+    monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
     try:
         socket.connect(endpoint)
     except zmq.ZMQError as error:
+        socket.disable_monitor()
+        monitor.close(linger=0)
         socket.close(linger=0)
         raise ConfigError(f"the receiver can't connect to {endpoint!r}: {error.strerror}") from None
-    return socket
+    return socket, monitor
 
 
 def authenticate(context: zmq.Context[zmq.Socket[bytes]], curve_dir: str) -> ThreadAuthenticator | None:

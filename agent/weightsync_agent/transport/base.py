@@ -72,6 +72,8 @@ class SendChannel(Protocol):
     """What the sender's state machine lends its transport within a step."""
 
     step: int
+    verify: bool
+    """Whether `digests` will be asked for after `send`."""
     deadline: Deadline
 
     @property

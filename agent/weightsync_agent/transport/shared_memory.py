@@ -151,20 +151,14 @@ class SharedMemorySender(SenderTransport):
     def send(self, channel: SendChannel) -> None:
         digests: dict[int, int] = {}
         count = len(self._layout.buckets)
-        try:
-            for bucket in range(count):
-                if bucket >= len(self._slots):
-                    channel.pump(until_drained=bucket - len(self._slots))
-                if self.plan.gather is None:
-                    self._plans[bucket].run()
-                else:
-                    self._pack_gathered(bucket, digests)
-                channel.post(Bucket(step=channel.step, bucket=bucket, slot=bucket % len(self._slots)))
-        finally:
-            if self.plan.gather is not None:
-                # The other ranks of the trainer gather every bucket, whatever became of the step here.
-                for rest in range(bucket + 1, count):
-                    self.plan.gather([piece.tensor for piece in self._layout.buckets[rest]])
+        for bucket in range(count):
+            if bucket >= len(self._slots):
+                channel.pump(until_drained=bucket - len(self._slots))
+            if self.plan.gather is None:
+                self._plans[bucket].run()
+            else:
+                self._pack_gathered(bucket, digests, channel.verify)
+            channel.post(Bucket(step=channel.step, bucket=bucket, slot=bucket % len(self._slots)))
         if self.plan.gather is not None:
             entries = self.plan.manifest.tensors
             values = (digests.get(i if e.alias is None else e.alias, 0) for i, e in enumerate(entries))
@@ -172,7 +166,7 @@ class SharedMemorySender(SenderTransport):
         if count:
             channel.pump(until_drained=count - 1)
 
-    def _pack_gathered(self, bucket: int, digests: dict[int, int]) -> None:
+    def _pack_gathered(self, bucket: int, digests: dict[int, int], verify: bool) -> None:
         assert self.plan.gather is not None
         pieces = self._layout.buckets[bucket]
         indices = [piece.tensor for piece in pieces]
@@ -183,7 +177,7 @@ class SharedMemorySender(SenderTransport):
             slot[piece.bucket_offset : piece.bucket_offset + piece.nbytes].copy_(
                 tensor[piece.tensor_offset : piece.tensor_offset + piece.nbytes]
             )
-            if piece.tensor_offset == 0:
+            if verify and piece.tensor_offset == 0:
                 digests[piece.tensor] = tensor_digest(stand_ins[piece.tensor])
 
     def forget(self, rank: int) -> int:
@@ -321,5 +315,3 @@ def views_of(arena: torch.Tensor, manifest: Manifest) -> list[torch.Tensor]:
         else torch.empty(entry.shape, dtype=entry.torch_dtype, device=arena.device)
         for entry, offset in zip(manifest.tensors, manifest.arena_offsets, strict=True)
     ]
-
-
