@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -73,11 +72,11 @@ def test_only_handles_of_plain_memory_are_taken() -> None:
 
 
 @pytest.fixture
-def counters() -> Iterator[tuple[str, torch.UntypedStorage]]:
+def counters() -> tuple[str, torch.UntypedStorage]:
     """A file of torch's own making, as it makes that of its counters (RefcountedMapAllocator)."""
     storage = torch.zeros(SLOTS, dtype=torch.int64).untyped_storage()
     _, name, _ = storage._share_filename_cpu_()
-    yield name.decode(), storage  # torch removes the file with the storage, and aborts if it is gone by then
+    return name.decode(), storage  # torch removes the file with the storage, and aborts if it is gone by then
 
 
 def test_a_counter_is_read_and_set_where_torch_keeps_it(counters: tuple[str, torch.UntypedStorage]) -> None:

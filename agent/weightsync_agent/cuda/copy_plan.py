@@ -181,7 +181,7 @@ class DeviceCopyPlan:
         limit = self.grid_limit
         persistent = limit is not None and rows > limit
         # With no rows both forms are loaded, whichever later runs would take.
-        for form in (persistent,) if rows else (False, True):
+        for form in (persistent,) if rows or limit is None else (False, True):
             ends = self._ends if rows else (0,) * len(self._ends)
             conversion = self._conversion
             module.copy_rows[(limit if persistent and limit else max(rows, 1),)](
