@@ -89,10 +89,9 @@ class TorchExport:
     def retire(self, *, importer_gone: bool = False) -> int:
         """Lets go of the storage; gives the bytes that stay stranded, 0 for a release that is proved.
 
-        May be called again, once more is known of the importer.
-
         `importer_gone`: its process is known to be dead, so its mapping is gone with it, and the counter that it can
         no longer lower is set to 0 here: nothing is stranded then. Never say so of a process that may still live.
+        May be called again, once more is known of the importer.
         """
         value = self.counter()
         if value >= WRAPPED:

@@ -151,7 +151,7 @@ def digest_blocks(
         words = tl.multiple_of(tl.load(addresses + row).to(tl.pointer_type(tl.int32)), 16)
         first = tl.load(blocks + row)
         columns = tl.zeros([LANES], tl.int64)
-        for block in range(0, tl.load(counts + row)):
+        for block in range(tl.load(counts + row)):
             columns += tl.sum(tl.load(words + offsets).to(tl.int64) * keys, axis=0) * _block_key(first + block)
             words += WORDS
         tl.atomic_add(digests + tl.load(tensors + row), tl.sum(columns, axis=0), sem="relaxed")
