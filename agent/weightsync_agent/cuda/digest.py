@@ -41,7 +41,7 @@ class DeviceDigest:
         backend: Literal["Auto", "Torch"] = "Auto",
         keep: object = None,
     ) -> None:
-        """Builds the table and loads the kernels. `places`: number of digests. `keep`: lives as long.
+        """Builds the table and loads the kernels. `places`: number of digests. `keep`: held along.
 
         Where Triton does not work, torch's own operators compute the same, slower and with some 100 MiB of scratch memory.
         Raises ValueError where a part does not start at a multiple of 4 bytes in its tensor. That a part ends within a
