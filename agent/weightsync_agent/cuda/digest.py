@@ -43,7 +43,7 @@ class DeviceDigest:
     ) -> None:
         """Builds the table and loads the kernels. `places`: number of digests. `keep`: held along.
 
-        Where Triton does not work, torch's own operators compute the same, slower and with some 100 MiB of scratch memory.
+        Where Triton does not work, torch's operators compute the same, slower and with some 100 MiB of scratch memory.
         Raises ValueError where a part does not start at a multiple of 4 bytes in its tensor. That a part ends within a
         word only where its tensor ends is the caller's to know.
         """
