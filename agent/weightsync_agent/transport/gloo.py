@@ -9,6 +9,7 @@ others' chunks at once; a member that only falls silent ends them at the step's 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ipaddress
 import logging
@@ -18,6 +19,7 @@ import secrets
 import socket
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -49,6 +51,19 @@ IN_FLIGHT = 2
 """Broadcasts under way at a time: one moves while another is packed or unpacked. Gloo runs two threads a group."""
 PROBE_SECONDS = 30.0
 LONGEST_SLEEP_SECONDS = 0.001
+EXIT_SECONDS = 2.0
+"""How long the end of the process waits for groups that are being closed."""
+
+_closing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+@atexit.register
+def _finish_closing() -> None:
+    """An interpreter that ends while gloo's threads are being joined would abort the process (SIGABRT)."""
+    deadline = Deadline(EXIT_SECONDS)
+    for thread in list(_closing):
+        thread.join(deadline.remaining)
+
 
 # torch's stubs leave most of these out.
 _ProcessGroupGloo: Any = dist.ProcessGroupGloo
@@ -174,7 +189,9 @@ class GlooGroup:
             # Gloo's own threads are joined when the group dies, which takes until their broadcasts are over.
             holder = [group]
             del group
-            threading.Thread(target=holder.clear, name="weightsync-gloo-close", daemon=True).start()
+            closing = threading.Thread(target=holder.clear, name="weightsync-gloo-close", daemon=True)
+            _closing.add(closing)
+            closing.start()
 
 
 class _Flow:
