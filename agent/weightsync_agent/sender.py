@@ -27,6 +27,7 @@ from .deadline import Deadline
 from .errors import (
     Closed,
     ConfigError,
+    FallBack,
     JoinTimeout,
     Refused,
     SelfTestFailed,
@@ -34,7 +35,7 @@ from .errors import (
     StepTimeout,
     TransportError,
 )
-from .identity import load_config, local_identity
+from .identity import is_gone, load_config, local_identity
 from .memory import meter_for
 from .peers import Peer
 from .send_channel import StepChannel
@@ -190,12 +191,7 @@ class Sender:
     def _lead(self) -> StepReport:
         if self._closed:
             raise Closed("this sender is closed")
-        self._take_all()
-        if not self._tried_join:
-            self._await_receivers()
-        members = [peer for peer in self._peers.values() if peer.joined]
-        if not members:
-            raise JoinTimeout(self._nobody())
+        members = self._members()
         self._step = max(self._step, *(peer.step for peer in members)) + 1
         deadline = Deadline(self.config.step_timeout_seconds)
         channel = StepChannel(self._step, members, deadline, self._post, self._poll)
@@ -213,16 +209,12 @@ class Sender:
 
     def _members(self) -> list[Peer]:
         """The receivers of the step that begins. Raises JoinTimeout."""
-        try:
-            self._take_all()
-            if not self._tried_join:
-                self._await_receivers()
-            members = [peer for peer in self._peers.values() if peer.joined]
-            if not members:
-                raise JoinTimeout(self._nobody())
-        except BaseException:
-            self._gatherer.conclude()  # the trainer's other ranks wait to be told what to gather
-            raise
+        self._take_all()
+        if not self._tried_join:
+            self._await_receivers()
+        members = [peer for peer in self._peers.values() if peer.joined]
+        if not members:
+            raise JoinTimeout(self._nobody())
         return members
 
     def _carry(self, channel: StepChannel) -> None:
@@ -243,6 +235,7 @@ class Sender:
                 verify=verify,
                 whole=transport.whole,
                 digests=digests,
+                flag_base=transport.flag_base,
                 timeout_seconds=max(channel.deadline.remaining, 0.001),
             )
         )
@@ -343,31 +336,44 @@ class Sender:
     def _hello(self, address: bytes, hello: protocol.Hello) -> None:
         try:
             peer = self._enlist(address, hello)
-            offer = self._transport.offer(hello.identity)
+            self._welcome(peer, hello.manifest_hash)
         except Refused as refusal:
             self.errors["refused"] += 1
             log.warning("rank %d of pod %s is refused: %s", hello.identity.rank, hello.identity.pod, refusal)
             self._send(address, protocol.Refuse(reason=str(refusal)))
             if (known := self._addresses.get(address)) is not None:
                 known.state, known.message = AgentState.REFUSED, str(refusal)
-            self._publish()
-            return
-        has_it = hello.manifest_hash == self.manifest.hash
+        self._publish()
+
+    def _welcome(self, peer: Peer, known_hash: str) -> None:
+        """Offers memory to a receiver. One that can't map the sender's own puts everybody on staging buckets."""
+        transport = self._transport
+        try:
+            offer = transport.offer(peer.identity)
+        except FallBack as reason:
+            if self.config.mode == TransferMode.DIRECT:
+                raise Refused(f"transfer.mode is Direct, and {reason}") from None
+            log.warning("%s can't take part in Direct mode, so all go on in Packed mode: %s", peer.label, reason)
+            transport.fall_back(str(reason))
+            for other in self._peers.values():
+                if other.joined and other is not peer:
+                    self._welcome(other, self.manifest.hash)
+            offer = transport.offer(peer.identity)
         self._post(
             peer,
             protocol.Welcome(
                 protocol=protocol.PROTOCOL_VERSION,
                 session=self.session,
-                transport=self._transport.kind,
-                mode=self._transport.plan.mode,
+                transport=transport.kind,
+                mode=transport.plan.mode,
                 manifest_hash=self.manifest.hash,
-                manifest=None if has_it else self.manifest,
-                bucket_bytes=self._transport.plan.bucket_bytes,
-                slots=self._transport.plan.slots,
+                manifest=None if known_hash == self.manifest.hash else self.manifest,
+                bucket_bytes=transport.plan.bucket_bytes,
+                slots=transport.plan.slots,
                 offer=offer,
             ),
         )
-        self._publish()
+        peer.state = AgentState.STARTING
 
     def _enlist(self, address: bytes, hello: protocol.Hello) -> Peer:
         config, rank = self.config, hello.identity.rank
@@ -409,7 +415,7 @@ class Sender:
     def _forget(self, peer: Peer) -> None:
         """Takes back what was exported to a receiver that is gone; its place in the book stays until it returns."""
         self._addresses.pop(peer.address, None)
-        stranded = self._transport.forget(peer.rank)
+        stranded = self._transport.forget(peer.rank, is_gone(peer.identity))
         if stranded:
             log.warning("%s left %d bytes stranded: they come back when this process ends", peer.label, stranded)
 
