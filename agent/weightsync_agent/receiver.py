@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 from collections import Counter
 from collections.abc import Mapping
 from typing import Self
@@ -324,7 +325,9 @@ class Receiver:
                 "verify" if verified_wrong else "transport" if isinstance(error, TransportError) else "load"
             ] += 1
             cause = f"{type(error).__name__}: {error}"
-            log.error("rank %d: step %d failed", self.identity.rank, begin.step, exc_info=error)
+            # As text: a handler that keeps the record would keep the traceback's frames, and with them the views.
+            trace = "".join(traceback.format_exception(error))
+            log.error("rank %d: step %d failed: %s", self.identity.rank, begin.step, trace)
             self._post(protocol.Error(step=begin.step, bucket=channel.bucket, cause=cause[:65536]))
             self._broken(begin.step, cause)
             return None
