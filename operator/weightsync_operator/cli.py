@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -115,9 +116,8 @@ def crd() -> None:
 def bench(arguments: tuple[str, ...]) -> None:
     """Measure transports against one copy of the same bytes. See `weightsync bench --help`."""
     _need_agent()
-    from weightsync_agent.bench.cli import main as bench_main
-
-    bench_main(list(arguments))
+    # By name, so that neither torch nor the agent's package is needed to check or to run the operator's half.
+    sys.exit(import_module("weightsync_agent.bench.cli").main(list(arguments)))
 
 
 def _read(file: Path) -> list[WeightSync]:

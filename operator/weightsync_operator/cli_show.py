@@ -101,11 +101,9 @@ def described(ws: WeightSync, now: datetime) -> str:
     conditions = [["TYPE", "STATUS", "SINCE", "REASON"]]
     conditions += [[c.type, c.status, age(now - c.last_transition_time), c.reason] for c in status.conditions]
     table = plain(conditions).splitlines()
-    lines.append(f"  {table[0]}   MESSAGE")
-    lines += [
-        f"  {text.ljust(len(max(table, key=len)))}   {c.message}"
-        for text, c in zip(table[1:], status.conditions, strict=True)
-    ]
+    width = max(map(len, table))
+    messages = ["MESSAGE", *(c.message for c in status.conditions)]
+    lines += [f"  {text.ljust(width)}   {message}" for text, message in zip(table, messages, strict=True)]
     lines += ["", "Agents:", *_indented(plain(_agents(ws)))]
     if status.history:
         lines += ["", "Steps:", *_indented(plain(_steps(ws)))]

@@ -41,7 +41,8 @@ class Exit:
         if self.code >= 0:
             return f"it exited with code {self.code}"
         try:
-            return f"it was killed by signal {-self.code} ({signal.Signals(-self.code).name})"
+            why = ", perhaps because memory ran out" if self.code == -signal.SIGKILL else ""
+            return f"it was killed by signal {-self.code} ({signal.Signals(-self.code).name}){why}"
         except ValueError:
             return f"it was killed by signal {-self.code}"
 
