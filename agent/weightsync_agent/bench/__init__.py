@@ -1,0 +1,1 @@
+"""`weightsync bench`: what a step costs, against one copy of the same bytes in the same run."""
