@@ -78,6 +78,7 @@ def bench(model: str, device: torch.device) -> None:
     )
     for limit in (32, 132, 528):
         plan.grid_limit = limit
+        plan.warm()
         row(f"copy plan, {limit} programs", plan.run)
     start = time.perf_counter()
     digest = DeviceDigest.of_tensors(targets, device)

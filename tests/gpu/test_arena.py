@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import time
 from typing import Any
 
 import pytest
@@ -40,8 +42,6 @@ def unmap(here: Here) -> bool:
 
 def until(condition: Any, seconds: float = 20.0) -> bool:
     """Polls what the driver does in its own time, such as reaping a killed process."""
-    import time
-
     deadline = Deadline(seconds)
     while not condition():
         if deadline.passed:
@@ -139,8 +139,6 @@ def test_a_killed_exporter_leaves_its_importer_whole(device: torch.device, victi
 
 
 def create_and_pass(here: Here) -> str:
-    import socket
-
     arena = DeviceArena.create(SIZE, 0)
     arena.tensor().fill_(5)
     torch.cuda.synchronize()
@@ -152,8 +150,6 @@ def create_and_pass(here: Here) -> str:
 
 
 def receive(peer: Peer) -> int:
-    import socket
-
     return socket.recv_fds(peer.passing, 1, 1)[1][0]
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
+from weightsync_agent.cuda.arena import DeviceArena
 from weightsync_agent.cuda.copy_plan import NVLINK_GRID, Conversion, DeviceCopyPlan
 
 MIB = 1 << 20
@@ -85,6 +86,7 @@ def test_a_run_allocates_nothing_and_waits_for_nothing(device: torch.device) -> 
     def allocations() -> int:
         return int(torch.cuda.memory_stats(device)["allocation.all.allocated"])
 
+    assert all(launcher._direct for plan in plans for launcher in plan._launchers.values()), "Triton's quick launch"
     before = allocations()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(100_000_000)
@@ -124,8 +126,6 @@ def test_what_cant_be_copied_is_refused(device: torch.device) -> None:
 
 
 def test_arena_memory_is_a_source_and_a_destination(device: torch.device) -> None:
-    from weightsync_agent.cuda.arena import DeviceArena
-
     with DeviceArena.create(4 * MIB, device) as first, DeviceArena.create(4 * MIB, device) as second:
         first.tensor().copy_(torch.randint(0, 256, (4 * MIB,), dtype=torch.uint8, device=device))
         for backend in BACKENDS:

@@ -12,10 +12,10 @@ from peer import Here, Peer
 from test_arena import until
 from weightsync_agent.cuda.copy_plan import DeviceCopyPlan
 from weightsync_agent.cuda.driver import free_bytes, gpu_uuid
-from weightsync_agent.cuda.export import ExportLedger, TorchExport
+from weightsync_agent.cuda.export import ExportLedger, TorchExport, allocator_problem
 from weightsync_agent.cuda.importer import TorchImport
 from weightsync_agent.deadline import Deadline
-from weightsync_agent.errors import TransportError
+from weightsync_agent.errors import ConfigError, TransportError
 from weightsync_agent.protocol import TorchHandle
 
 MIB = 1 << 20
@@ -237,9 +237,6 @@ def test_a_place_outside_the_allocation_is_refused(device: torch.device, peer: P
 
 
 def export_expandable(here: Here) -> tuple[str, str]:
-    from weightsync_agent.cuda.export import allocator_problem
-    from weightsync_agent.errors import ConfigError
-
     try:
         TorchExport(torch.zeros(MIB, dtype=torch.uint8, device="cuda").untyped_storage())
     except ConfigError as error:

@@ -8,6 +8,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -42,6 +43,34 @@ def triton_dtype(dtype: torch.dtype) -> object:
     return getattr(tl, _DTYPES[dtype])
 
 
+class Launcher:
+    """A kernel that is compiled and loaded for one device and one kind of arguments, launched with little Python.
+
+    Triton's usual way looks the compilation up at every launch, from all arguments: 50 to 400 us in a process whose
+    caches are cold after a wait, where this takes some 10.
+    """
+
+    def __init__(self, kernel: Any, arguments: tuple[object, ...], warps: int) -> None:
+        """Launches one program with `arguments`, which must be such that it does nothing: so the kernel is loaded."""
+        self._kernel = kernel
+        self._warps = warps
+        self._compiled = kernel[(1,)](*arguments, num_warps=warps)
+        self._direct = True
+        try:
+            self._compiled[(1, 1, 1)](*arguments, stream=torch.cuda.current_stream().cuda_stream)
+        except (TypeError, AttributeError, KeyError) as error:
+            log.info("this version of Triton launches in its usual way only: %s", error)
+            self._direct = False
+
+    def __call__(self, grid: int, stream: torch.cuda.Stream, arguments: tuple[object, ...]) -> None:
+        """`arguments`: of the same kinds as those at loading. On `stream`, whose device must be the current one."""
+        if self._direct:
+            self._compiled[(grid, 1, 1)](*arguments, stream=stream.cuda_stream)
+        else:
+            with torch.cuda.stream(stream):
+                self._kernel[(grid,)](*arguments, num_warps=self._warps)
+
+
 @cache
 def triton_problem(device: int) -> str | None:
     """Why no Triton kernel can be compiled and run on this device, or None. Logged once."""
@@ -49,11 +78,18 @@ def triton_problem(device: int) -> str | None:
         module = kernels()
         nothing = torch.zeros(2, dtype=torch.int64, device=torch.device("cuda", device))
         with torch.cuda.device(device):
-            module.copy_rows[(1,)](
-                nothing, nothing, nothing.to(torch.int32), *(0,) * 6,
-                ELEMENTS=module.ELEMENTS, PERSISTENT=False, FROM=None, TO=None, CONVERTS=False,
-                num_warps=module.WARPS,
-            )  # fmt: skip
+            arguments = (
+                nothing,
+                nothing,
+                nothing.to(torch.int32),
+                *(0,) * 6,
+                module.ELEMENTS,
+                False,
+                None,
+                None,
+                False,
+            )
+            module.copy_rows[(1,)](*arguments, num_warps=module.WARPS)
     except Exception as error:
         # Whatever a compiler can fail with: no C compiler in the image, no room for its cache, an unknown GPU.
         problem = f"{type(error).__name__}: {error}"

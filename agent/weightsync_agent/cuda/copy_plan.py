@@ -1,6 +1,6 @@
 """A copy plan on a GPU: a table of (source, destination, bytes), replayed at every step by one kernel launch.
 
-The table is built once, with no Python a block, and lies on the device: 20 bytes for each 32 KiB. Per-tensor Python
+The table is built once, with no Python a block, and lies on the device: 20 bytes for each 64 KiB. Per-tensor Python
 on the step path loses: 18,867 tensors at 7 us each is already the time of the whole transfer.
 """
 
@@ -17,7 +17,7 @@ import torch
 from ..copy_plan import Pair, is_plain
 from ..manifest import Piece
 from .arena import bytes_at
-from .compiled import kernels, triton_dtype, triton_problem
+from .compiled import Launcher, kernels, triton_dtype, triton_problem
 from .driver import device_index
 
 Runs = npt.NDArray[np.int64]
@@ -61,7 +61,11 @@ class DeviceCopyPlan:
         """
         self.device = torch.device("cuda", device_index(device))
         self.grid_limit = grid_limit
+        """May be changed, before `warm`."""
         self._keep = keep
+        self._launchers: dict[bool, Launcher] = {}
+        self._sources: list[torch.Tensor] = []
+        self._destinations: list[torch.Tensor] = []
         self._strided: list[Pair] = []
         table = np.asarray(runs, np.int64).reshape(-1, 3)
         if table.size and (table.min() < 0):
@@ -139,67 +143,61 @@ class DeviceCopyPlan:
     def warm(self) -> None:
         """Loads every kernel that `run` launches and writes nothing to any destination."""
         if self.backend == "Triton":
-            self._launch(0)
+            module = kernels()
+            nothing = (0,) * len(self._ends)
+            with torch.cuda.device(self.device):
+                for persistent in {False, self.grid_limit is not None} - self._launchers.keys():
+                    arguments = self._arguments(persistent, nothing)
+                    self._launchers[persistent] = Launcher(module.copy_rows, arguments, module.WARPS)
         for source, destination in self._strided:
             # Of the same layout and dtype, so the same kernel of torch's.
             torch.empty_strided(
                 destination.shape, destination.stride(), dtype=destination.dtype, device=destination.device
             ).copy_(source)
+        # The table came over the current stream, and `run` may be on another.
+        torch.cuda.current_stream(self.device).synchronize()
 
     def run(self, stream: torch.cuda.Stream | None = None) -> None:
         """Queues the copies on `stream` (None: the current one). Neither waits nor allocates."""
-        with torch.cuda.device(self.device), torch.cuda.stream(stream):
-            if self.backend == "Triton":
-                if self.rows:
-                    self._launch(self.rows)
-            elif self._destinations:
-                with torch.no_grad():
-                    torch._foreach_copy_(self._destinations, self._sources)
-            with torch.no_grad():
-                for source, destination in self._strided:
-                    destination.copy_(source)
+        with torch.cuda.device(self.device):
+            if self.rows:
+                persistent = self.grid_limit is not None and self.rows > self.grid_limit
+                grid = self.grid_limit if persistent and self.grid_limit else self.rows
+                arguments = self._arguments(persistent, self._ends)
+                self._launchers[persistent](grid, stream or torch.cuda.current_stream(), arguments)
+            if self._destinations or self._strided:
+                with torch.cuda.stream(stream), torch.no_grad():
+                    if self._destinations:
+                        torch._foreach_copy_(self._destinations, self._sources)
+                    for source, destination in self._strided:
+                        destination.copy_(source)
 
     def _build(self, table: Runs, converted: Runs) -> None:
-        module = kernels()
-        elements = int(module.ELEMENTS)
-        # Where an empty table's addresses would be: a launch needs some.
+        elements = int(kernels().ELEMENTS)
         parts = [split_rows(part, width, elements) for part, width in zip(by_width(table), _WIDTHS, strict=True)]
         parts.append(split_converted(converted, elements, self._conversion))
         self._ends = tuple(int(end) for end in np.cumsum([len(part) for part in parts]))
+        # A row more than there are: a launch needs an address.
         rows = np.concatenate([*parts, np.zeros((1, 3), np.int64)])
         self.rows = self._ends[-1]
         if self.rows > np.iinfo(np.int32).max:
             raise ValueError(f"a copy plan of {self.rows} rows is too large")
-        # One array an attribute, each at torch's own alignment, so that no plan needs a compilation of its own.
-        self._sources_table = torch.from_numpy(rows[:, 0].copy()).to(self.device)
-        self._destinations_table = torch.from_numpy(rows[:, 1].copy()).to(self.device)
-        self._counts_table = torch.from_numpy(rows[:, 2].astype(np.int32)).to(self.device)
+        # One array a column, each at torch's own alignment, so that no plan needs a compilation of its own.
+        self._columns = (
+            torch.from_numpy(rows[:, 0].copy()).to(self.device),
+            torch.from_numpy(rows[:, 1].copy()).to(self.device),
+            torch.from_numpy(rows[:, 2].astype(np.int32)).to(self.device),
+        )
+        kind = self._conversion
+        self._constants = (
+            (triton_dtype(kind.source), triton_dtype(kind.destination), True) if kind else (None, None, False)
+        )
         self.warm()
 
-    def _launch(self, rows: int) -> None:
-        module = kernels()
-        limit = self.grid_limit
-        persistent = limit is not None and rows > limit
-        # With no rows both forms are loaded, whichever later runs would take.
-        for form in (persistent,) if rows or limit is None else (False, True):
-            ends = self._ends if rows else (0,) * len(self._ends)
-            conversion = self._conversion
-            module.copy_rows[(limit if persistent and limit else max(rows, 1),)](
-                self._sources_table,
-                self._destinations_table,
-                self._counts_table,
-                *ends,
-                ELEMENTS=module.ELEMENTS,
-                PERSISTENT=form,
-                FROM=triton_dtype(conversion.source) if conversion else None,
-                TO=triton_dtype(conversion.destination) if conversion else None,
-                CONVERTS=conversion is not None,
-                num_warps=module.WARPS,
-            )
+    def _arguments(self, persistent: bool, ends: tuple[int, ...]) -> tuple[object, ...]:
+        return (*self._columns, *ends, kernels().ELEMENTS, persistent, *self._constants)
 
     def _build_views(self, table: Runs, converted: Runs) -> None:
-        self._sources: list[torch.Tensor] = []
-        self._destinations: list[torch.Tensor] = []
         for source, destination, nbytes in table.tolist():
             if nbytes:
                 self._sources.append(bytes_at(source, nbytes)[0])

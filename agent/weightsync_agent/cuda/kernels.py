@@ -11,9 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-ELEMENTS = 4096
-"""Elements that one program copies at a time, whatever their size: 32 KiB in the widest case."""
-WARPS = 8
+ELEMENTS = 8192
+"""Elements that one program copies at a time, whatever their size: 64 KiB in the widest case."""
+WARPS = 16
 
 
 @triton.jit
