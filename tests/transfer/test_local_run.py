@@ -16,8 +16,8 @@ import yaml
 from local_runs import LocalRun, alive, manifest, wait_gone
 from weightsync_api.v1alpha1 import StepStatus, WeightSync
 
-END_SECONDS = 5.0
-"""What Ctrl-C may take."""
+END_SECONDS = 15.0
+"""Ctrl-C takes up to 5 s: 3 s from SIGTERM to SIGKILL, and a moment. The rest is for a machine that has other work."""
 
 
 def test_it_ends_with_its_sender_says_what_was_done_and_leaves_nothing(tmp_path: Path) -> None:
@@ -61,11 +61,12 @@ def test_a_signal_ends_every_process_in_time_and_leaves_nothing(
 ) -> None:
     with LocalRun(tmp_path, [manifest(count=0, receiver={"stubborn": True})]) as run:
         run.printed("demo +True")
+        pids = [run.pid(name) for name in ("sender", "receiver-1", "receiver-2")]
         asked_at = time.monotonic()
         run.process.send_signal(number)
         assert run.exit_code() == code
         assert time.monotonic() - asked_at < END_SECONDS
-        assert len(run.pids()) == 3
+        assert [alive(pid) for pid in pids] == [False] * 3
         assert run.left() == []
         assert list(run.home.iterdir()) == []
         assert "demo stopped: " in run.stdout[-1]
