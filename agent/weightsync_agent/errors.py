@@ -28,6 +28,10 @@ class Refused(WeightSyncError):
     """The peer refused to join; the text is the peer's reason."""
 
 
+class FallBack(WeightSyncError):
+    """A receiver can't map the sender's own memory; the text says why. The sender goes on in Packed mode."""
+
+
 class JoinTimeout(WeightSyncError):
     """A peer did not join within the deadline."""
 

@@ -9,6 +9,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import psutil
 import torch
 from pydantic import ValidationError
 from weightsync_api.agent_config import ENV_CONFIG, ENV_NODE, ENV_POD, ENV_RANK, AgentConfig
@@ -47,8 +48,9 @@ def local_identity(rank: int, device: torch.device, pod: str = "", node: str = "
     return Identity(
         rank=rank,
         pod=pod or os.environ.get(ENV_POD) or f"process-{os.getpid()}",
-        node=node or os.environ.get(ENV_NODE) or socket.gethostname(),
+        node=node or local_node(),
         pid=os.getpid(),
+        pid_namespace=_pid_namespace(),
         uid=os.getuid(),
         gpu=gpu_uuid(device),
         shm=_shm_identity(),
@@ -79,6 +81,27 @@ def own_version() -> str:
         return version("weightsync")
     except PackageNotFoundError:
         return "0+source"  # run from a source tree on PYTHONPATH
+
+
+def is_gone(identity: Identity) -> bool:
+    """Whether the process is known to be dead. False where it can't be told: another PID namespace or machine."""
+    if identity.pid_namespace != _pid_namespace() or identity.node != local_node():
+        return False
+    try:
+        return psutil.Process(identity.pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def local_node() -> str:
+    return os.environ.get(ENV_NODE) or socket.gethostname()
+
+
+def _pid_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
 
 
 def _shm_identity() -> str:

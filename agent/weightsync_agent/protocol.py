@@ -1,11 +1,11 @@
 """The control wire: every message is one ZeroMQ frame of JSON, validated by a model of this module. Never pickle.
 
-Receiver -> sender: Hello, Differs, Joined, Regrouped, Drained, Ack, Error, Bye.
+Receiver -> sender: Hello, Differs, Joined, Regrouped, Queued, Drained, Ack, Error, Bye.
 Sender -> receiver: Welcome, Refuse, Admitted, Regroup, Begin, Bucket, Commit, Abort, Ping, Bye.
 
 Join:   Hello -> Welcome (or Refuse) -> Joined (or Differs) -> Admitted (or Refuse)
 Group:  Regroup -> Regrouped, before a step, whenever the members of a collective transport changed
-Step:   Begin -> [Bucket -> Drained]* -> Commit -> Ack | Error; with `whole` set, Begin is the Commit too
+Step:   Begin -> [Bucket -> Drained]* or [Queued] -> Commit -> Ack | Error; with `whole` set, Begin is the Commit too
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Identity(BaseModel):
     pod: str = Field(max_length=253)
     node: str = Field(max_length=253)
     pid: int = Field(ge=0)
+    pid_namespace: str = Field(default="", max_length=64, description="where `pid` counts: the link /proc/self/ns/pid")
     uid: int = Field(ge=0)
     gpu: str = Field(default="", max_length=64, description="GPU UUID without the prefix `GPU-`; empty on CPU")
     shm: str = Field(default="", max_length=64, description="identity of /dev/shm: device and inode of its root")
@@ -54,7 +55,7 @@ class Region(BaseModel):
     model_config = _WIRE
 
     kind: Literal["memfd", "driver"] = Field(description="memfd: host memory; driver: cuMemCreate memory of a GPU")
-    role: Literal["control", "self-test", "slot", "arena"]
+    role: Literal["control", "flags", "self-test", "slot", "arena"]
     nbytes: int = Field(gt=0, le=1 << 46)
     gpu: str = Field(default="", max_length=64, description="UUID of the GPU that the memory is on")
 
@@ -128,6 +129,9 @@ class Joined(Message):
     kind: Literal["Joined"] = "Joined"
     route: str = Field(max_length=64)
     self_test: str = Field(default="", max_length=64, description="digest that it read in the self-test, hexadecimal")
+    queues: bool = Field(
+        default=False, description="it can queue a whole step on its GPU's stream at once, ordered by flags (Packed)"
+    )
 
 
 class Admitted(Message):
@@ -154,9 +158,12 @@ class Begin(Message):
     step: int = Field(ge=1)
     manifest_hash: str = Field(max_length=64)
     verify: bool
-    whole: bool = Field(description="the sender's tensors are complete and still: nothing more comes, `Commit` included")
+    whole: bool = Field(
+        description="the sender's tensors are complete and still: nothing more comes, `Commit` included"
+    )
     digests: bytes = Field(default=b"", description="with `whole` and `verify`: as in Commit")
     timeout_seconds: float = Field(gt=0, description="the receiver gives up after this long")
+    flag_base: int = Field(default=0, ge=0, description="flags of this step count up from here (IPC, Packed, GPU)")
 
 
 class Bucket(Message):
@@ -164,6 +171,13 @@ class Bucket(Message):
     step: int
     bucket: int = Field(ge=0)
     slot: int = Field(ge=0)
+
+
+class Queued(Message):
+    """All of this receiver's part of the step is on its stream: from here on flags order both sides."""
+
+    kind: Literal["Queued"] = "Queued"
+    step: int
 
 
 class Drained(Message):
@@ -210,7 +224,7 @@ class Bye(Message):
     reason: str = Field(default="", max_length=4096)
 
 
-FromReceiver = Hello | Differs | Joined | Regrouped | Drained | Ack | Error | Bye
+FromReceiver = Hello | Differs | Joined | Regrouped | Queued | Drained | Ack | Error | Bye
 FromSender = Welcome | Refuse | Admitted | Regroup | Begin | Bucket | Commit | Abort | Ping | Bye
 
 T = TypeVar("T")

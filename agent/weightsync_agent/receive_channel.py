@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from .deadline import Deadline
 from .errors import Closed, StepTimeout
-from .protocol import Abort, Begin, Bucket, Commit, Drained, FromSender, Message
+from .protocol import Abort, Begin, Bucket, Commit, Drained, FromSender, Message, Queued
 
 CHECK_SECONDS = 0.1
 
@@ -23,6 +23,7 @@ class ReceiverStepChannel:
     ) -> None:
         self.step = begin.step
         self.verify = begin.verify
+        self.flag_base = begin.flag_base
         self.deadline = Deadline(begin.timeout_seconds)
         self.bucket: int | None = None
         """The bucket at work, for errors."""
@@ -43,6 +44,9 @@ class ReceiverStepChannel:
         while self._commit is None:
             self._wait_message("the commit")
         return self._commit
+
+    def queued(self) -> None:
+        self._post(Queued(step=self.step))
 
     def drained(self, bucket: int) -> None:
         self._post(Drained(step=self.step, bucket=bucket))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Self
 
@@ -75,6 +75,7 @@ class Receiver:
         self._transport: ReceiverTransport | None = None
         self._welcome: protocol.Welcome | None = None
         self._failure: WeightSyncError | None = None
+        self._put_back: deque[protocol.FromSender] = deque()
         self._in_step = False
         self._owes_hello = False
         self._connected = False
@@ -176,6 +177,8 @@ class Receiver:
         """One message, or None. Raises Closed when this end is closed or, within a step, when the sender is gone."""
         if self._socket.closed:
             raise Closed("this receiver is closed")
+        if self._put_back:
+            return self._put_back.popleft()
         # The socket first: a message that is there costs no poll.
         frame = self._receive()
         if frame is None:
@@ -289,8 +292,18 @@ class Receiver:
     def _regroup(self, message: protocol.Regroup) -> None:
         if self._transport is None:
             return
+
+        def check() -> None:
+            newer = self._take(0)
+            if newer is not None and not isinstance(newer, protocol.Ping):
+                self._put_back.append(newer)
+                raise Closed(f"the sender gave group {message.epoch} up")
+            if not self._connected:
+                raise Closed("the sender's connection is gone")
+
         try:
-            regrouped = self._transport.regroup(message, self.identity.rank, Deadline(message.timeout_seconds))
+            deadline = Deadline(message.timeout_seconds)
+            regrouped = self._transport.regroup(message, self.identity.rank, deadline, check)
         except WeightSyncError as error:
             self.errors["transport"] += 1
             log.error("rank %d: group %d failed: %s", self.identity.rank, message.epoch, error)

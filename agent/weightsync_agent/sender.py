@@ -94,6 +94,9 @@ class Sender:
         self._peers: dict[int, Peer] = {}
         self._addresses: dict[bytes, Peer] = {}
         self._channel: StepChannel | None = None
+        self._later: list[list[bytes]] = []
+        """Words of joining that came within a step: taken up after it."""
+        self._leaving: list[Peer] = []
         self._group: tuple[int, ...] = ()
         self._epoch = 0
         self._memory = MemorySample()
@@ -205,6 +208,7 @@ class Sender:
         finally:
             self._channel = None
         duration = time.perf_counter() - began
+        self._after_step()
         return self._conclude(channel, started_at, duration)
 
     def _members(self) -> list[Peer]:
@@ -212,6 +216,14 @@ class Sender:
         self._take_all()
         if not self._tried_join:
             self._await_receivers()
+        for peer in self._peers.values():
+            # One that died since the last step is no part of this one; a collective would wait for it.
+            if peer.joined and not self._post(peer, protocol.Ping()):
+                peer.state, peer.message = (
+                    AgentState.LOST,
+                    "its connection is gone: the process ended or the node is off",
+                )
+                self._forget(peer)
         members = [peer for peer in self._peers.values() if peer.joined]
         if not members:
             raise JoinTimeout(self._nobody())
@@ -246,20 +258,35 @@ class Sender:
         channel.wait_acks(channel.deadline.earlier(config.ack_timeout_seconds))
 
     def _regroup(self, channel: StepChannel) -> None:
-        """Makes the collective's group anew where its members changed or the last step broke in it."""
-        ranks = (0, *sorted(channel.ranks))
-        if ranks == self._group and not self._transport.needs_regroup:
-            return
-        self._group = ()
-        self._epoch += 1
+        """Makes the collective's group anew where its members changed or the last step broke in it.
+
+        A receiver that is lost while the group is made leaves the step, and the others make another group.
+        """
         deadline = channel.deadline.earlier(self.config.join_timeout_seconds)
-        invitation = self._transport.regroup(self._epoch, ranks, deadline.remaining)
-        channel.post(invitation)
-        self._transport.connect(invitation, deadline)
-        channel.wait_regrouped(self._epoch, deadline)
-        if (0, *sorted(channel.ranks)) != ranks:
-            raise TransportError(f"step {channel.step}: a receiver was lost while the group was made")
-        self._group = ranks
+        while (ranks := (0, *sorted(channel.ranks))) != self._group or self._transport.needs_regroup:
+            if len(ranks) == 1:
+                raise TransportError(f"step {channel.step}: every receiver was lost while the group was made")
+            self._group = ()
+            self._epoch += 1
+
+            def check(ranks: tuple[int, ...] = ranks) -> None:
+                channel.alive()
+                if (0, *sorted(channel.ranks)) != ranks:
+                    raise TransportError(f"step {channel.step}: a receiver was lost while the group was made")
+
+            invitation = self._transport.regroup(self._epoch, ranks, deadline.remaining)
+            channel.post(invitation)
+            try:
+                check()
+                self._transport.connect(invitation, deadline, check)
+                channel.wait_regrouped(self._epoch, deadline)
+                check()
+            except TransportError:
+                self._transport.needs_regroup = True
+                if (0, *sorted(channel.ranks)) == ranks:
+                    raise
+            else:
+                self._group = ranks
 
     def _break_off(self, channel: StepChannel, error: TransportError | StepTimeout) -> None:
         """The step can't be completed: those who have not acknowledged are told to drop it, and are tainted."""
@@ -282,6 +309,8 @@ class Sender:
             peer.state, peer.message, peer.step = AgentState.SYNCED, "", channel.step
             peer.ack_microseconds, peer.memory = ack.ack_microseconds, ack.memory
             peer.verified_once |= ack.verified
+        # A receiver that failed has left the group, also where that was after the last broadcast.
+        self._transport.needs_regroup |= self._transport.collective and bool(channel.failed)
         for rank, failure in channel.failed.items():
             self.errors["lost" if failure.state == AgentState.LOST else "receiver"] += 1
             if failure.state == AgentState.LOST:
@@ -412,9 +441,21 @@ class Sender:
             log.info("%s joined over %s", peer.label, joined.route)
         self._publish()
 
+    def _after_step(self) -> None:
+        """What had to wait while streams of this process might be waiting: mapping and unmapping memory."""
+        leaving, self._leaving = self._leaving, []
+        for peer in leaving:
+            self._forget(peer)
+        later, self._later = self._later, []
+        for frames in later:
+            self._take(frames)
+
     def _forget(self, peer: Peer) -> None:
         """Takes back what was exported to a receiver that is gone; its place in the book stays until it returns."""
         self._addresses.pop(peer.address, None)
+        if self._channel is not None:
+            self._leaving.append(peer)
+            return
         stranded = self._transport.forget(peer.rank, is_gone(peer.identity))
         if stranded:
             log.warning("%s left %d bytes stranded: they come back when this process ends", peer.label, stranded)
@@ -458,6 +499,9 @@ class Sender:
         except protocol.ProtocolError as error:
             self.errors["protocol"] += 1
             self._send(address, protocol.Error(cause=str(error)))
+            return
+        if self._channel is not None and isinstance(message, protocol.Hello | protocol.Joined | protocol.Differs):
+            self._later.append(frames)
             return
         if isinstance(message, protocol.Hello):
             self._hello(address, message)

@@ -27,7 +27,7 @@ def sender_transport(transport: Transport, plan: SendPlan) -> SenderTransport:
     """The sender's end of the configured transport on the plan's device. Raises ConfigError."""
     if plan.device.type == "cuda":
         if transport == Transport.IPC:
-            from .ipc import IpcSender
+            from .ipc_sender import IpcSender
 
             return IpcSender(plan)
         from .nccl import NcclSender
@@ -48,7 +48,7 @@ def receiver_transport(
     """The receiver's end of what the sender's Welcome says, on this receiver's device."""
     if device.type == "cuda":
         if welcome.transport == "IPC":
-            from .ipc import IpcReceiver
+            from .ipc_receiver import IpcReceiver
 
             return IpcReceiver(welcome, manifest, target, config, device)
         from .nccl import NcclReceiver
@@ -63,4 +63,12 @@ def receiver_transport(
     return GlooReceiver(welcome, manifest, target, config)
 
 
-__all__ = ["Arena", "ReceiverTransport", "SendPlan", "SenderTransport", "make_arena", "receiver_transport", "sender_transport"]
+__all__ = [
+    "Arena",
+    "ReceiverTransport",
+    "SendPlan",
+    "SenderTransport",
+    "make_arena",
+    "receiver_transport",
+    "sender_transport",
+]

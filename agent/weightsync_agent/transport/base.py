@@ -92,6 +92,10 @@ class SendChannel(Protocol):
         """
         ...
 
+    def wait_queued(self) -> None:
+        """Until every receiver in the step has said Queued. Raises StepTimeout at the deadline."""
+        ...
+
     def alive(self) -> bool:
         """Takes in what is there, without waiting; False once a receiver left this step. For polling loops."""
         ...
@@ -107,6 +111,13 @@ class ReceiveChannel(Protocol):
 
     def wait_bucket(self, bucket: int) -> int:
         """Waits for the sender's Bucket message and gives its slot. Raises StepTimeout, or Closed at an Abort."""
+        ...
+
+    flag_base: int
+    """Begin's."""
+
+    def queued(self) -> None:
+        """Tells the sender that all of this end's part is on its stream."""
         ...
 
     def drained(self, bucket: int) -> None:
@@ -157,8 +168,11 @@ class SenderTransport(ABC):
         """The message that invites `ranks` (0 first) into a new group. Collective transports only."""
         raise NotImplementedError
 
-    def connect(self, regroup: Regroup, deadline: Deadline) -> None:
-        """Joins the group as rank 0; blocks until all members are in. Raises TransportError or StepTimeout."""
+    def connect(self, regroup: Regroup, deadline: Deadline, check: Callable[[], None]) -> None:
+        """Joins the group as rank 0; blocks until all members are in. Raises TransportError or StepTimeout.
+
+        `check`: called while waiting; raises when a member has left.
+        """
         raise NotImplementedError
 
     def fence(self) -> None:
@@ -166,6 +180,9 @@ class SenderTransport(ABC):
 
     def open_step(self, step: int) -> None:
         """The tensors lie still from now on: where receivers can look at shared memory, they see it there."""
+
+    flag_base: int = 0
+    """What Begin announces: flags of the step that begins count up from here."""
 
     def close_step(self) -> None:
         """The step was given up: who still copies finds out after its copy that its bytes may be torn."""
@@ -182,8 +199,15 @@ class SenderTransport(ABC):
         """
 
     @abstractmethod
-    def forget(self, rank: int) -> int:
-        """The receiver is gone: takes back what was exported to it. Gives the bytes that it left stranded."""
+    def forget(self, rank: int, gone: bool = False) -> int:
+        """The receiver left: takes back what was exported to it. Gives the bytes that it left stranded.
+
+        `gone`: its process is known to be dead, and its mappings with it.
+        """
+
+    def fall_back(self, reason: str) -> None:
+        """After `offer` raised FallBack: from now on Packed, with a fresh offer to every receiver."""
+        raise NotImplementedError
 
     @abstractmethod
     def close(self) -> None:
@@ -207,8 +231,11 @@ class ReceiverTransport(ABC):
     def join(self, deadline: Deadline) -> Joined:
         """Imports what was offered, once, and runs the self-test. Raises TransportError, SelfTestFailed."""
 
-    def regroup(self, regroup: Regroup, rank: int, deadline: Deadline) -> Regrouped:
-        """Joins the new group; blocks until all members are in. Raises TransportError or StepTimeout."""
+    def regroup(self, regroup: Regroup, rank: int, deadline: Deadline, check: Callable[[], None]) -> Regrouped:
+        """Joins the new group; blocks until all members are in. Raises TransportError or StepTimeout.
+
+        `check`: called while waiting; raises when the sender has given this group up.
+        """
         raise NotImplementedError
 
     @abstractmethod

@@ -92,8 +92,10 @@ class GlooGroup:
         device_of: str,
         interface: str,
         deadline: Deadline,
+        check: Callable[[], None],
     ) -> None:
-        """Blocks until all `ranks` are in. `device_of`: the address of this member that the others reach.
+        """Blocks until all `ranks` are in. `device_of`: the address of this member that the others reach; `check`:
+        called while waiting, may raise.
 
         Raises TransportError that names the ranks that did not come, StepTimeout where the deadline has passed.
         """
@@ -107,19 +109,20 @@ class GlooGroup:
                 if interface
                 else _ProcessGroupGloo.create_device(hostname=device_of)
             ]
-            options._timeout = _span(deadline)
+            # Once all are there it takes moments, and can't be broken off.
+            options._timeout = _span(deadline.earlier(PROBE_SECONDS))
             self._scope.set_timeout(_span(deadline))
             self._scope.set(f"in/{place}", "1")
-            self._await_members(deadline)
+            self._await_members(deadline, check)
             self._group: Any = _ProcessGroupGloo(self._scope, place, len(ranks), options)
-            self._probe(deadline.earlier(PROBE_SECONDS))
+            self._probe(deadline.earlier(PROBE_SECONDS), check)
         except RuntimeError as error:
             raise TransportError(
                 f"gloo: rank {rank} could not make the group of ranks {_listed(self._ranks)} over "
                 f"{interface or device_of}: {_first_line(error)}"
             ) from None
 
-    def _await_members(self, deadline: Deadline) -> None:
+    def _await_members(self, deadline: Deadline, check: Callable[[], None]) -> None:
         missing = list(range(len(self._ranks)))
         while missing:
             missing = [place for place in missing if not self._scope.check([f"in/{place}"])]
@@ -129,12 +132,13 @@ class GlooGroup:
                     f"{deadline.seconds:.3g} s: its process has ended, or it can't reach the sender's store"
                 )
             if missing:
+                check()
                 time.sleep(0.002)
 
-    def _probe(self, deadline: Deadline) -> None:
+    def _probe(self, deadline: Deadline, check: Callable[[], None]) -> None:
         """One byte to everyone: a group that is made but can't move bytes is found here, not in a step."""
         byte = torch.full((1,), 0x5A if self._ranks[0] == self._my_rank else 0, dtype=torch.uint8)
-        self.finish(self.broadcast(byte, deadline), deadline, lambda: None)
+        self.finish(self.broadcast(byte, deadline), deadline, check)
         if int(byte[0]) != 0x5A:
             raise TransportError("gloo: the first broadcast brought another byte than was sent")
 
@@ -280,11 +284,13 @@ class GlooSender(SenderTransport):
             self._serve_store(timeout)
         return Regroup(epoch=epoch, ranks=tuple(ranks), rendezvous=self._rendezvous, timeout_seconds=timeout)
 
-    def connect(self, regroup: Regroup, deadline: Deadline) -> None:
+    def connect(self, regroup: Regroup, deadline: Deadline, check: Callable[[], None]) -> None:
         self._drop_group()
         assert self._store is not None
         address = str(ipaddress.ip_address(_resolve(self.plan.collective_address)))
-        self._group = GlooGroup(self._store, _prefix(regroup), regroup.ranks, 0, address, self.plan.interface, deadline)
+        self._group = GlooGroup(
+            self._store, _prefix(regroup), regroup.ranks, 0, address, self.plan.interface, deadline, check
+        )
         self.needs_regroup = False
 
     def _serve_store(self, timeout: float) -> None:
@@ -373,7 +379,7 @@ class GlooSender(SenderTransport):
     def _plain(self, op: Straight) -> bool:
         return is_plain(self.plan.tensors[op.tensor])
 
-    def forget(self, rank: int) -> int:
+    def forget(self, rank: int, gone: bool = False) -> int:
         self.needs_regroup = True
         return 0  # a collective exports nothing
 
@@ -441,7 +447,7 @@ class GlooReceiver(ReceiverTransport):
             )
         return Joined(route=ROUTE)
 
-    def regroup(self, regroup: Regroup, rank: int, deadline: Deadline) -> Regrouped:
+    def regroup(self, regroup: Regroup, rank: int, deadline: Deadline, check: Callable[[], None]) -> Regrouped:
         self._drop_group()
         found = _RENDEZVOUS.match(regroup.rendezvous)
         if found is None or rank not in regroup.ranks or len(set(regroup.ranks)) != len(regroup.ranks):
@@ -454,7 +460,7 @@ class GlooReceiver(ReceiverTransport):
                 f"gloo: rank {rank} can't reach the sender's rendezvous {host}:{port}: {_first_line(error)}"
             ) from None
         self._group = GlooGroup(
-            store, _prefix(regroup), regroup.ranks, rank, _own_address(host, port), self._interface, deadline
+            store, _prefix(regroup), regroup.ranks, rank, _own_address(host, port), self._interface, deadline, check
         )
         return Regrouped(epoch=regroup.epoch, route=ROUTE)
 

@@ -112,7 +112,7 @@ class NcclSender(SenderTransport):
             )
         self._gpus[identity.rank] = gpu
 
-    def forget(self, rank: int) -> int:
+    def forget(self, rank: int, gone: bool = False) -> int:
         self._gpus.pop(rank, None)
         self.needs_regroup = True
         return 0  # a collective exports nothing
@@ -126,10 +126,9 @@ class NcclSender(SenderTransport):
             timeout_seconds=timeout,
         )
 
-    def connect(self, regroup: Regroup, deadline: Deadline) -> None:
-        self._route = self._end.connect(
-            base64.b64decode(regroup.rendezvous), 0, len(regroup.ranks), regroup.epoch, deadline
-        )
+    def connect(self, regroup: Regroup, deadline: Deadline, check: Callable[[], None]) -> None:
+        identity = base64.b64decode(regroup.rendezvous)
+        self._route = self._end.connect(identity, 0, len(regroup.ranks), regroup.epoch, deadline, check)
         self.needs_regroup = False
 
     def send(self, channel: SendChannel) -> None:
@@ -333,7 +332,7 @@ class NcclReceiver(ReceiverTransport):
                     call.broadcasts.append((end.bounce.data_ptr() + place[op.tensor], op.nbytes))
             self._calls.append(call)
 
-    def regroup(self, regroup: Regroup, rank: int, deadline: Deadline) -> Regrouped:
+    def regroup(self, regroup: Regroup, rank: int, deadline: Deadline, check: Callable[[], None]) -> Regrouped:
         self._end.drop(abort=True)
         try:
             identity = base64.b64decode(regroup.rendezvous, validate=True)
@@ -342,7 +341,7 @@ class NcclReceiver(ReceiverTransport):
         ranks = regroup.ranks
         if len(identity) != UNIQUE_ID_BYTES or rank not in ranks or len(set(ranks)) != len(ranks):
             raise TransportError(f"NCCL: the sender's invitation to group {regroup.epoch} can't be used")
-        route = self._end.connect(identity, ranks.index(rank), len(ranks), regroup.epoch, deadline)
+        route = self._end.connect(identity, ranks.index(rank), len(ranks), regroup.epoch, deadline, check)
         return Regrouped(epoch=regroup.epoch, route=route)
 
     def receive(self, channel: ReceiveChannel) -> None:

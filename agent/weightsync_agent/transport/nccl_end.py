@@ -116,17 +116,24 @@ class End:
             self.bounce = torch.empty(largest, dtype=torch.uint8, device=self.device)
         return offsets
 
-    def connect(self, identity: bytes, rank: int, size: int, epoch: int, deadline: Deadline) -> str:
-        """Joins the group; gives its route. Raises TransportError, StepTimeout."""
+    def connect(
+        self, identity: bytes, rank: int, size: int, epoch: int, deadline: Deadline, check: Callable[[], None]
+    ) -> str:
+        """Joins the group; gives its route. Raises TransportError, StepTimeout, and what `check` raises."""
         self.drop()
-        self.communicator = Communicator(
-            identity, rank, size, self.device, deadline, warm=partial(self._probe, epoch, deadline)
-        )
+        warm = partial(self._probe, epoch, deadline, check)
+        self.communicator = Communicator(identity, rank, size, self.device, deadline, check=check, warm=warm)
         return self.communicator.route
 
-    def _probe(self, epoch: int, deadline: Deadline, communicator: Communicator) -> None:
+    def _probe(self, epoch: int, deadline: Deadline, check: Callable[[], None], communicator: Communicator) -> None:
         """A timed byte, then enough of them to load the kernel of large broadcasts; both are compared."""
-        communicator.bound_by(deadline.earlier(PROBE_SECONDS), lambda: None)
+        limit = deadline.earlier(PROBE_SECONDS)
+        communicator.bound_by(limit, check)
+
+        def watch() -> None:
+            check()
+            self._watch(communicator, limit)
+
         data = next((s[:PROBE_BYTES] for s in self.slots if s.numel() >= PROBE_BYTES), None)
         if data is None:
             data = torch.empty(PROBE_BYTES, dtype=torch.uint8, device=self.device)
@@ -138,7 +145,7 @@ class End:
             communicator.broadcast(data.data_ptr(), nbytes, stream)
             self._last.record(self.communication.stream)
             self.waiter.begin()
-            self.waiter.wait(self._last, partial(self._watch, communicator, deadline.earlier(PROBE_SECONDS)))
+            self.waiter.wait(self._last, watch)
         self.communication.lead()
         # On the host: no memory of the device for it.
         if not bool((data.cpu() == value).all()):

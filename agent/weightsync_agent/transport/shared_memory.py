@@ -180,7 +180,7 @@ class SharedMemorySender(SenderTransport):
             if verify and piece.tensor_offset == 0:
                 digests[piece.tensor] = tensor_digest(stand_ins[piece.tensor])
 
-    def forget(self, rank: int) -> int:
+    def forget(self, rank: int, gone: bool = False) -> int:
         export = self._exports.pop(rank, None)
         if export is not None:
             self._server.withdraw(export.token)
@@ -231,7 +231,7 @@ class SharedMemoryReceiver(ReceiverTransport):
         if self.target.in_place:
             self._make_plans(data)
         else:
-            self._loader = Loader(self.manifest, self._layout, self.target)
+            self._loader = Loader(self.manifest, self._layout, self.target, torch.device("cpu"), tensor_digests)
         return Joined(route=ROUTE, self_test=result)
 
     def _check_sizes(self, data: Sequence[HostMemory]) -> None:
@@ -262,7 +262,7 @@ class SharedMemoryReceiver(ReceiverTransport):
                 self._plan.run()
             else:
                 assert self._loader is not None
-                self._loader.load_arena(data[0], channel.verify)
+                self._loader.load_arena(data[0].window, data[0].views_alive, channel.verify)
             channel.check()
         else:
             for bucket in range(len(self._layout.buckets)):
@@ -273,7 +273,8 @@ class SharedMemoryReceiver(ReceiverTransport):
                     self._plans[bucket].run()
                 else:
                     assert self._loader is not None
-                    self._loader.load_bucket(bucket, data[slot], channel.verify)
+                    memory = data[slot]
+                    self._loader.load_bucket(bucket, memory.window, memory.views_alive, channel.verify)
                 channel.drained(bucket)
         if self._page[STEP_WORD] != channel.step & 0xFFFFFFFF:
             # The sender gave the step up and may have changed its weights while they were copied.

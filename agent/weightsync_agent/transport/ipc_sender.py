@@ -1,0 +1,436 @@
+"""CUDA IPC, the sender's end: memory that receivers on this machine map, and a step's hand-over.
+
+Direct: receivers map the weights themselves, by descriptor where they lie in an arena, by torch's handles where torch's
+allocator owns them; a step is a fence here and one copy plan there. Packed: through reused slots in driver memory,
+handed over by flags in shared host memory, so that no host code stands between two buckets (see cuda/flags.py, whose
+three rules shape `send`: what needs no waiting is queued before Begin, waits only once every receiver has queued).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import time
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ..cuda.arena import DeviceArena
+from ..cuda.copy_plan import DeviceCopyPlan, piece_runs
+from ..cuda.digest import DeviceDigest
+from ..cuda.export import ExportLedger, TorchExport, why_torch_handles_fail
+from ..cuda.flags import LARGEST, RELEASED, FlagPage
+from ..cuda.streams import COPY, named_stream
+from ..deadline import Deadline
+from ..errors import ConfigError, FallBack, Refused, SelfTestFailed, StepTimeout, TransportError
+from ..host_memory import ControlPage, HostMemory
+from ..identity import local_identity
+from ..manifest import Piece, align, layout
+from ..protocol import Identity, Joined, Offer, Region
+from .base import SendChannel, SenderTransport, SendPlan
+from .descriptors import DescriptorServer
+from .stand_ins import StandIns
+
+SELF_TEST_BYTES = 1 << 20
+STRANDED_LIMIT = 1 << 30
+"""Bytes that receivers which died may leave behind before no more is exported to new ones."""
+
+STEP_WORD = 0
+FIRST_EXPORT_WORD = 1
+"""The control page's words, as in shared_memory.py."""
+
+FILLED_WORD, DRAINED_WORD = 0, 16
+"""The flag page's words: buckets that the sender has filled, and that the receiver has drained, counted on for ever."""
+
+
+@dataclass
+class _Export:
+    """What one receiver was given."""
+
+    control: HostMemory
+    page: ControlPage
+    expected: str
+    token: str = ""
+    descriptors: list[int] = field(default_factory=list)
+    """Ours to close, once the receiver has its own."""
+    flags: FlagPage | None = None
+    queues: bool = False
+    self_test: DeviceArena | None = None
+    self_test_export: TorchExport | None = None
+    self_test_tensor: torch.Tensor | None = None
+    ledger: ExportLedger | None = None
+
+    def close_descriptors(self) -> None:
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+        self.descriptors = []
+
+
+class IpcSender(SenderTransport):
+    kind = "IPC"
+
+    def __init__(self, plan: SendPlan) -> None:
+        super().__init__(plan)
+        self._server = DescriptorServer(plan.runtime_dir)
+        self._exports: dict[int, _Export] = {}
+        self._stream = named_stream(plan.device, COPY)
+        self._slots: list[DeviceArena] = []
+        self._plans: list[DeviceCopyPlan] = []
+        self._digest: DeviceDigest | None = None
+        self._route = ""
+        self.flag_base = 0
+        whole = plan.gather is None
+        # What is converted on the way, and lies whole on the GPU, is converted by the pack plan itself.
+        self._converts = not whole and all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in plan.tensors)
+        self._stand_ins = StandIns(plan.tensors) if whole or self._converts else None
+        if plan.mode == "Packed":
+            self._make_slots()
+
+    # --- memory -------------------------------------------------------------------------------------------------
+
+    def _make_slots(self) -> None:
+        plan = self.plan
+        self._layout = layout(plan.manifest, plan.bucket_bytes)
+        buckets = range(len(self._layout.buckets))
+        used = max((self._layout.used_bytes(bucket) for bucket in buckets), default=0)
+        count = max(1, min(plan.slots, len(self._layout.buckets)))
+        self._slots = [DeviceArena.create(max(align(used), 1), plan.device) for _ in range(count)]
+        if self._stand_ins is None:
+            return
+        pointers = self._stand_ins.pointers
+        for bucket, pieces in enumerate(self._layout.buckets):
+            slot = self._slots[bucket % count]
+            if self._converts:
+                pairs = self._converting_pairs(pieces, slot)
+                self._plans.append(DeviceCopyPlan.of_tensors(pairs, plan.device))
+            else:
+                runs = piece_runs(pieces, pointers, slot.pointer, into="Slot")
+                self._plans.append(DeviceCopyPlan(runs, plan.device))
+
+    def _converting_pairs(
+        self, pieces: tuple[Piece, ...], slot: DeviceArena
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Parts of the trainer's tensors and the parts of the slot that they go to, in the manifest's dtype."""
+        assert self._stand_ins is not None
+        staged = slot.tensor()
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for piece in pieces:
+            dtype = self.plan.manifest.tensors[piece.tensor].torch_dtype
+            part = staged[piece.bucket_offset : piece.bucket_offset + piece.nbytes].view(dtype)
+            first = piece.tensor_offset // dtype.itemsize
+            source = self._stand_ins.tensors[piece.tensor].reshape(-1)[first : first + part.numel()]
+            pairs.append((source, part))
+        return pairs
+
+    @property
+    def route(self) -> str:
+        return self._route or ("IPC/Descriptor" if self.plan.arena or self.plan.mode == "Packed" else "IPC/TorchHandle")
+
+    @property
+    def owned_bytes(self) -> int:
+        arena = self.plan.arena
+        owned = sum(slot.mapped_bytes for slot in self._slots)
+        return owned + (arena.mapped_bytes if isinstance(arena, DeviceArena) else 0)
+
+    def offer(self, identity: Identity) -> Offer:
+        self.forget(identity.rank)
+        own = local_identity(0, self.plan.device)
+        if identity.node and own.node and identity.gpu == "":
+            raise Refused(f"rank {identity.rank} has no GPU, and the weights are on GPU {own.gpu}")
+        export = _Export(control := HostMemory.create(mmap.PAGESIZE, "weightsync-control"), ControlPage(control), "")
+        self._exports[identity.rank] = export
+        try:
+            if self.plan.mode == "Direct" and self.plan.arena is None:
+                return self._offer_handles(export, identity, own)
+            return self._offer_descriptors(export)
+        except BaseException:
+            self.forget(identity.rank)
+            raise
+
+    def _offer_descriptors(self, export: _Export) -> Offer:
+        device, gpu = self.plan.device, local_identity(0, self.plan.device).gpu
+        export.self_test = DeviceArena.create(SELF_TEST_BYTES, device)
+        export.expected = self._write_pattern(export.self_test.tensor())
+        if self.plan.mode == "Direct":
+            arena = self.plan.arena
+            if not isinstance(arena, DeviceArena):
+                raise ConfigError("the weights' arena is not memory of this GPU")
+            data, role = [arena], "arena"
+        else:
+            data, role = self._slots, "slot"
+            export.flags = FlagPage.create()
+            export.flags.attach(device)
+        regions = [("memfd", "control", export.control.nbytes), ("driver", "self-test", SELF_TEST_BYTES)]
+        export.descriptors = [os.dup(export.control.fd), export.self_test.export_fd()]
+        for memory in data:
+            regions.append(("driver", role, memory.nbytes))
+            export.descriptors.append(memory.export_fd())
+        if export.flags is not None:
+            regions.append(("memfd", "flags", export.flags.memory.nbytes))
+            export.descriptors.append(os.dup(export.flags.fd))
+        for word in range(FIRST_EXPORT_WORD, FIRST_EXPORT_WORD + 1 + len(data)):
+            export.page[word] = 1
+        export.token = self._server.lay_out(export.descriptors)
+        return Offer(
+            socket=self._server.path,
+            token=export.token,
+            regions=tuple(
+                Region.model_validate(
+                    {"kind": kind, "role": role, "nbytes": size, "gpu": gpu if kind == "driver" else ""}
+                )
+                for kind, role, size in regions
+            ),
+        )
+
+    def _offer_handles(self, export: _Export, identity: Identity, own: Identity) -> Offer:
+        assert self._stand_ins is not None
+        if problem := why_torch_handles_fail(own, identity):
+            raise FallBack(problem)
+        export.ledger = ExportLedger(self.plan.device, STRANDED_LIMIT)
+        try:
+            handles, placements = export.ledger.export_all(self._stand_ins.tensors)
+            # An allocation of its own, so that its release is not the weights'.
+            export.self_test_tensor = torch.empty(2 * SELF_TEST_BYTES, dtype=torch.uint8, device=self.plan.device)
+            export.self_test_export = TorchExport(export.self_test_tensor.untyped_storage())
+        except ConfigError as problem:
+            raise FallBack(str(problem)) from None
+        export.expected = self._write_pattern(export.self_test_tensor)
+        export.descriptors = [os.dup(export.control.fd)]
+        export.token = self._server.lay_out(export.descriptors)
+        return Offer(
+            socket=self._server.path,
+            token=export.token,
+            regions=(Region(kind="memfd", role="control", nbytes=export.control.nbytes),),
+            handles=(*handles, export.self_test_export.handle),
+            placements=placements,
+        )
+
+    def _write_pattern(self, memory: torch.Tensor) -> str:
+        pattern = torch.frombuffer(bytearray(secrets.token_bytes(memory.numel())), dtype=torch.uint8)
+        memory.copy_(pattern)
+        torch.cuda.synchronize(self.plan.device)
+        return DeviceDigest.of_tensors([memory], self.plan.device).bytes().hex()
+
+    def check_join(self, rank: int, joined: Joined) -> None:
+        export = self._exports[rank]
+        export.close_descriptors()
+        if joined.self_test != export.expected:
+            raise SelfTestFailed(
+                f"rank {rank} read other bytes than were written in the 1 MiB self-test over {joined.route}: "
+                "its memory is not the sender's"
+            )
+        if export.self_test_export is not None:
+            if not export.self_test_export.wait_released(Deadline(5)):
+                raise SelfTestFailed(
+                    f"rank {rank} did not release the self-test's memory: torch's counter reads "
+                    f"{export.self_test_export.counter()}, not 0. Do both processes have one /dev/shm?"
+                )
+            export.self_test_export.retire()
+            export.self_test_export = export.self_test_tensor = None
+        elif export.page[FIRST_EXPORT_WORD] != 0:
+            raise SelfTestFailed(f"rank {rank} did not release the self-test's memory: its counter is not 0")
+        elif export.self_test is not None:
+            export.self_test.close()
+            export.self_test = None
+        export.queues = joined.queues
+        self._route = joined.route
+
+    def exported(self, rank: int) -> int:
+        """What a receiver holds mapped: regions by its control page, or torch exports by their counters."""
+        export = self._exports.get(rank)
+        if export is None:
+            return 0
+        if export.ledger is not None:
+            return export.ledger.unreleased
+        count = 1 if self.plan.mode == "Direct" else len(self._slots)
+        return sum(export.page[FIRST_EXPORT_WORD + 1 + region] for region in range(count))
+
+    def fall_back(self, reason: str) -> None:
+        for rank in list(self._exports):
+            self.forget(rank)
+        self.plan = replace(self.plan, mode="Packed")
+        self._route = ""
+        self._make_slots()
+
+    # --- a step -------------------------------------------------------------------------------------------------
+
+    def fence(self) -> None:
+        if self.plan.mode == "Direct":
+            if self._stand_ins is not None:
+                self._stand_ins.fill()
+            torch.cuda.current_stream(self.plan.device).synchronize()
+            return
+        self._stream.follow()
+        # Before Begin, which carries flag_base: everything of the step before is over on both sides' words.
+        count = len(self._layout.buckets)
+        if self.flag_base + 2 * count > LARGEST:
+            self.flag_base = 0
+        for export in self._exports.values():
+            if export.flags is not None:
+                export.flags.store(FILLED_WORD, self.flag_base)
+                export.flags.store(DRAINED_WORD, self.flag_base)
+
+    def digests(self) -> bytes:
+        if self._stand_ins is None or self._converts:
+            return self._gathered_digests
+        if self._digest is None:
+            self._digest = DeviceDigest.of_tensors(self._stand_ins.tensors, self.plan.device)
+        return self._digest.bytes()
+
+    def open_step(self, step: int) -> None:
+        for export in self._exports.values():
+            export.page[STEP_WORD] = step & 0xFFFFFFFF
+
+    def close_step(self) -> None:
+        for export in self._exports.values():
+            export.page[STEP_WORD] = 0
+
+    def send(self, channel: SendChannel) -> None:
+        base, count, slots = self.flag_base, len(self._layout.buckets), len(self._slots)
+        self.flag_base = base + count
+        pages = {rank: self._flags(rank) for rank in channel.ranks}
+        digests: dict[int, int] = {}
+        try:
+            if self._stand_ins is not None:
+                with torch.cuda.stream(self._stream.stream):
+                    self._stand_ins.fill()
+            for bucket in range(min(slots, count)):
+                self._fill(bucket, base, pages, channel.verify, digests)
+            by_flags = self._stand_ins is not None and all(self._exports[rank].queues for rank in channel.ranks)
+            if by_flags:
+                channel.wait_queued()
+            for bucket in range(slots, count):
+                if by_flags:
+                    for page in pages.values():
+                        page.wait_geq(self._stream.stream, DRAINED_WORD, base + bucket - slots + 1)
+                else:
+                    self._wait_drained(channel, pages, base + bucket - slots + 1)
+                self._fill(bucket, base, pages, channel.verify, digests)
+            self._wait_stream(channel, pages)
+            self._wait_drained(channel, pages, base + count)
+        except BaseException:
+            self._release(pages)
+            raise
+        if self._stand_ins is None or self._converts:
+            self._gathered_digests = self._in_order(digests)
+
+    def _flags(self, rank: int) -> FlagPage:
+        flags = self._exports[rank].flags
+        if flags is None:
+            raise TransportError(f"rank {rank} has no page of flags: it joined in another mode")
+        return flags
+
+    def _fill(self, bucket: int, base: int, pages: dict[int, FlagPage], verify: bool, digests: dict[int, int]) -> None:
+        if self._plans:
+            self._plans[bucket].run(self._stream.stream)
+        else:
+            self._pack_gathered(bucket)
+        if verify and (self._stand_ins is None or self._converts):
+            self._digest_bucket(bucket, digests)
+        for page in pages.values():
+            page.write(self._stream.stream, FILLED_WORD, base + bucket + 1)
+
+    def _pack_gathered(self, bucket: int) -> None:
+        """FSDP's shards: gathered by torch, on the caller's stream, tensor by tensor."""
+        assert self.plan.gather is not None
+        pieces = self._layout.buckets[bucket]
+        staged = self._slots[bucket % len(self._slots)].tensor()
+        indices = list(dict.fromkeys(piece.tensor for piece in pieces))
+        whole = dict(zip(indices, self.plan.gather(indices), strict=True))
+        self._stream.follow()
+        with torch.cuda.stream(self._stream.stream), torch.no_grad():
+            for piece in pieces:
+                tensor = whole[piece.tensor].reshape(-1).view(torch.uint8)
+                staged[piece.bucket_offset : piece.bucket_offset + piece.nbytes].copy_(
+                    tensor[piece.tensor_offset : piece.tensor_offset + piece.nbytes]
+                )
+        self._stream.lead()  # the next gather may reuse what this one reads
+
+    def _digest_bucket(self, bucket: int, digests: dict[int, int]) -> None:
+        """What the slot holds, as partial digests: the digest is linear, so a split tensor's parts add up."""
+        pieces = self._layout.buckets[bucket]
+        slot = self._slots[bucket % len(self._slots)]
+        parts = [(slot.pointer + p.bucket_offset, p.nbytes, i, p.tensor_offset) for i, p in enumerate(pieces)]
+        made = DeviceDigest(parts, len(pieces), self.plan.device)
+        raw = made.bytes(self._stream.stream)
+        for place, piece in enumerate(pieces):
+            value = int.from_bytes(raw[8 * place : 8 * place + 8], "little")
+            digests[piece.tensor] = (digests.get(piece.tensor, 0) + value) & 0xFFFFFFFFFFFFFFFF
+
+    def _in_order(self, digests: dict[int, int]) -> bytes:
+        entries = self.plan.manifest.tensors
+        values = (digests.get(i if e.alias is None else e.alias, 0) for i, e in enumerate(entries))
+        return b"".join(value.to_bytes(8, "little") for value in values)
+
+    def _wait_stream(self, channel: SendChannel, pages: dict[int, FlagPage]) -> None:
+        """Until this end's part is done. Whoever left the step is no longer waited for: its word is released."""
+        pause = 0.0
+        while not self._stream.idle():
+            self._look(channel, pages)
+            time.sleep(pause)
+            pause = min(pause + 5e-6, 1e-4)
+
+    def _wait_drained(self, channel: SendChannel, pages: dict[int, FlagPage], value: int) -> None:
+        pause = 0.0
+        while any(page.load(DRAINED_WORD) < value for page in pages.values()):
+            self._look(channel, pages)
+            time.sleep(pause)
+            pause = min(pause + 5e-6, 1e-4)
+
+    def _look(self, channel: SendChannel, pages: dict[int, FlagPage]) -> None:
+        """Takes messages in; frees the streams that wait for someone who left. Raises StepTimeout, TransportError."""
+        channel.alive()
+        for rank in list(pages):
+            if rank not in channel.ranks:
+                # A plain store: a driver call might be the very thing that is blocked.
+                pages.pop(rank).store(DRAINED_WORD, RELEASED)
+        if not pages:
+            raise TransportError(f"step {channel.step}: every receiver left it")
+        if channel.deadline.passed:
+            raise StepTimeout(
+                f"step {channel.step}: rank {', '.join(map(str, pages))} did not drain its buckets within "
+                f"{channel.deadline.seconds:.3g} s"
+            )
+
+    def _release(self, pages: dict[int, FlagPage]) -> None:
+        """The step is given up: no stream of this process may go on waiting."""
+        deadline = Deadline(5)
+        while True:
+            for export in self._exports.values():
+                if export.flags is not None:
+                    export.flags.store(DRAINED_WORD, RELEASED)
+            if self._stream.idle() or deadline.passed:
+                return
+            time.sleep(1e-4)
+
+    # --- the end ------------------------------------------------------------------------------------------------
+
+    def forget(self, rank: int, gone: bool = False) -> int:
+        export = self._exports.pop(rank, None)
+        if export is None:
+            return 0
+        if export.token:
+            self._server.withdraw(export.token)
+        export.close_descriptors()
+        export.page[STEP_WORD] = 0
+        if export.flags is not None:
+            export.flags.store(DRAINED_WORD, RELEASED)
+            export.flags.close()
+        if export.self_test is not None:
+            export.self_test.close()
+        if export.self_test_export is not None:
+            export.self_test_export.retire(importer_gone=gone)
+        export.self_test_tensor = None
+        stranded = export.ledger.retire_all(importer_gone=gone) if export.ledger is not None else 0
+        export.control.close()
+        return stranded
+
+    def close(self) -> None:
+        for rank in list(self._exports):
+            self.forget(rank)
+        self._server.close()
+        self._plans, self._digest = [], None
+        for slot in self._slots:
+            slot.close()
+        self._slots = []
