@@ -19,6 +19,7 @@ from .identity import load_config
 from .runtime import attach
 from .sender import Sender
 from .sources import Source, open_source
+from .stop import Stopped
 from .transport import make_arena
 
 log = logging.getLogger("weightsync.agent.sender")
@@ -47,7 +48,7 @@ def run_sender() -> int:
     _check_memory(source, device)
     arena = make_arena(device, source.manifest.arena_bytes)
     sender = Sender(source.attach(arena.tensor()), config=config, arena=arena)
-    with sender:
+    try:
         attach(sender)
         log.info(
             "rank 0 sends %d tensors, %s, of WeightSync %s/%s",
@@ -58,6 +59,13 @@ def run_sender() -> int:
         if not parent.bound():
             sender.finish()
             loop.hold()
+    except Stopped:
+        sender.close("the sender was asked to end")
+        raise
+    except BaseException:
+        sender.close("the sender failed")
+        raise
+    sender.close()
     return 0 if complete else 1
 
 
@@ -71,63 +79,68 @@ class SenderLoop:
         self._count = config.steps.count
         self._refreshes = 0
         self._failures = 0
+        """In a row."""
         self._last: StepReport | None = None
 
     def run(self) -> bool:
         """Until the count is reached or the source has finished. Gives whether the last step reached every receiver."""
         due = time.monotonic()
         while True:
-            _sleep_until(due)
-            due = max(due + self._interval, time.monotonic())
-            if self._failures:
-                due = max(due, time.monotonic() + self._retry_seconds)
-            elif not self._fresh():
+            time.sleep(max(0.0, due - time.monotonic()))
+            if not self._failures and not self._fresh():
                 return bool(self._last and self._last.complete)
-            self._step()
+            due = self._step()
             if self._count and self._last is not None and self._last.step >= self._count:
                 return self._last.complete
 
     def hold(self) -> None:
         """No new weights come any more: sends the last ones again whenever a receiver lacks them. Never returns."""
+        due = time.monotonic()
         while True:
-            time.sleep(LOOK_SECONDS if not self._failures else self._retry_seconds)
+            time.sleep(max(LOOK_SECONDS, due - time.monotonic()))
             if self._source.whole and _lacks_a_step(self._sender.report()):
-                self._step()
-
-    @property
-    def _retry_seconds(self) -> float:
-        return min(FIRST_RETRY_SECONDS * 2.0 ** (self._failures - 1), MAX_RETRY_SECONDS)
+                due = self._step()
 
     def _fresh(self) -> bool:
         """Waits for something to send: new weights, or a receiver that lacks the last. False: never again."""
         while not self._source.finished:
             try:
-                if self._source.refresh(self._refreshes + 1, Deadline(LOOK_SECONDS)):
-                    self._refreshes += 1
-                    return True
+                fresh = self._source.refresh(self._refreshes + 1, Deadline(LOOK_SECONDS))
             except SourceError as error:
                 if self._last is None:
                     raise
                 log.error("the new weights can't be read, the receivers keep the last: %s", error)
                 time.sleep(LOOK_SECONDS)
-            if self._refreshes and self._source.whole and _lacks_a_step(self._sender.report()):
+                continue
+            if fresh:
+                self._refreshes += 1
+                return True
+            if self._source.whole and _lacks_a_step(self._sender.report()):
                 return True
         return False
 
-    def _step(self) -> None:
+    def _step(self) -> float:
+        """One step. Gives when the next may begin, on the monotonic clock."""
         try:
             report = self._sender.step()
         except JoinTimeout as error:
-            self._failures += 1
-            log.error("no step: %s; tried again in %g s", error, self._retry_seconds)
+            retry = self._failed()
+            log.error("no step: %s; tried again in %g s", error, retry)
+            return time.monotonic() + retry
         except StepFailed as error:
-            self._failures += 1
             self._last = error.report
+            retry = self._failed()
             log.error("%s", error)
-        else:
-            self._failures = 0
-            self._last = report
-            log.info("%s", step_line(report))
+            return time.monotonic() + retry
+        self._failures = 0
+        self._last = report
+        log.info("%s", step_line(report))
+        return time.monotonic() - report.duration_microseconds / 1e6 + self._interval
+
+    def _failed(self) -> float:
+        """Counts a failure. Gives the seconds to wait before the same weights are sent again."""
+        self._failures += 1
+        return min(FIRST_RETRY_SECONDS * 2.0 ** (self._failures - 1), MAX_RETRY_SECONDS)
 
 
 def step_line(report: StepReport) -> str:
@@ -166,7 +179,3 @@ def _check_memory(source: Source, device: torch.device) -> None:
 
 def _lacks_a_step(report: Report) -> bool:
     return any(agent.state in (AgentState.JOINED, AgentState.TAINTED) for agent in report.agents if agent.rank)
-
-
-def _sleep_until(due: float) -> None:
-    time.sleep(max(0.0, due - time.monotonic()))

@@ -7,29 +7,21 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
-from types import FrameType
 
 import click
 from weightsync_api.agent_config import ENV_RANK, ENV_ROLE
 
 from .errors import ConfigError, SourceError, WeightSyncError
 from .launch import ENV_AGENTS, Placed, agents_from_env, launch
+from .stop import Stopped, stop_on_signals
 
 log = logging.getLogger("weightsync.agent")
 
 EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2
 ENV_LOG_LEVEL = "WEIGHTSYNC_LOG_LEVEL"
-STOP_SECONDS = 2.0
-"""From SIGTERM to the end, the goodbye to the peers included."""
-
-
-class Stopped(BaseException):
-    """SIGTERM or SIGINT: unwinds the role's loop, whatever it waits for. Not an Exception: nothing may swallow it."""
 
 
 @click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
@@ -77,32 +69,18 @@ def _agent() -> int:
         if not rank.isdigit():
             raise ConfigError(f"{ENV_RANK} is {rank!r}, not the rank of a process")
         return launch([Placed(role, int(rank), None)])
-    _stop_on_signals()
-    if role == "sender":
-        from .agent_sender import run_sender
-
-        return run_sender()
+    stop_on_signals()
+    from . import runtime
     from .agent_receiver import run_receiver
+    from .agent_sender import run_sender
 
-    return run_receiver()
-
-
-def _stop_on_signals() -> None:
-    def asked(number: int, _: FrameType | None) -> None:
-        for other in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(other, signal.SIG_IGN)
-        threading.Thread(target=_hard_end, name="weightsync-stop", daemon=True).start()
-        log.info("%s: saying goodbye", signal.Signals(number).name)
-        raise Stopped
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, asked)
-
-
-def _hard_end() -> None:
-    time.sleep(STOP_SECONDS)
-    log.error("still here %g s after being asked to end: ending hard", STOP_SECONDS)
-    os._exit(EXIT_FAILED)
+    try:
+        code = run_sender() if role == "sender" else run_receiver()
+        runtime.detach()
+    except Stopped:
+        runtime.detach(linger=False)  # whoever ends this process has what it wants to know
+        raise
+    return code
 
 
 def _log_to_stderr() -> None:

