@@ -507,7 +507,9 @@ class Sender:
             self._hello(address, message)
             return
         peer = self._addresses.get(address)
-        if peer is None:
+        if peer is None and isinstance(message, protocol.OF_A_STEP):
+            log.debug("%s of an earlier sender's step, or of a receiver that was given up", message.kind)
+        elif peer is None:
             self.errors["protocol"] += 1
             self._send(address, protocol.Error(cause=f"{message.kind} before Hello: say Hello first"))
         elif isinstance(message, protocol.Joined):

@@ -19,7 +19,7 @@ DEAD_AFTER_MILLISECONDS = 10_000
 """A peer whose machine fell silent is disconnected after this long; a killed process, at once."""
 
 HIGH_WATER_MARK = 1_000
-"""Messages queued for one peer. A step queues as many as it has buckets in flight, so a full queue means a stuck peer."""
+"""Messages queued for one peer. A step queues as many as it has buckets in flight: a full queue is a stuck peer."""
 
 LINGER_MILLISECONDS = 1_000
 """How long a closing socket still tries to deliver a Bye."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -26,7 +27,13 @@ class LoadingEngine:
     """As engines have it: `load_weights` copies by name into weights of its own."""
 
     def __init__(self, options: dict[str, object]) -> None:
-        self.weights = samples.blank()
+        device = options.get("device", "cpu")
+        sizes = options.get("blank")
+        self.weights = (
+            {name: torch.zeros(size, device=device) for name, size in sizes.items()} if sizes else samples.blank(device)
+        )
+        if "only" in options:
+            self.weights = {n: t for n, t in self.weights.items() if str(t.dtype) == f"torch.{options['only']}"}
         self.options = options
         self.kept: list[torch.Tensor] = []
         self.step = 1
@@ -42,16 +49,29 @@ class LoadingEngine:
             self.weights[name].copy_(tensor)
 
 
+def keep_allocating(device: torch.device) -> None:
+    """An engine's other thread: allocates, frees and launches kernels of ever new shapes, all the time."""
+    for size in range(1, 1_000_000):
+        block = torch.empty((1 << 20) + size, device=device)
+        block.mul_(2).add_(size).sum().item()
+        del block
+        if size % 16 == 0:
+            torch.cuda.empty_cache()
+
+
 def main() -> None:
     torch.set_num_threads(1)
     config = AgentConfig.model_validate_json(Path(sys.argv[1]).read_text())
     options = json.loads(sys.argv[3])
     engine = LoadingEngine(options)
-    weights = samples.blank() if options.get("target", "dict") == "dict" else engine.weights
+    weights = engine.weights
     if "names" in options:
         weights = {options["names"].get(name, name): tensor for name, tensor in weights.items()}
     target = weights if options.get("target", "dict") == "dict" else engine.load_weights
-    with Receiver(target, config=config, rank=int(sys.argv[2])) as receiver:
+    device = torch.device(options.get("device", "cpu"))
+    if options.get("busy"):
+        threading.Thread(target=keep_allocating, args=(device,), daemon=True).start()
+    with Receiver(target, config=config, rank=int(sys.argv[2]), device=device) as receiver:
         say(started=True)
         tainted = ""
         while True:
@@ -64,7 +84,11 @@ def main() -> None:
                 say(error=type(error).__name__, message=str(error))
                 return
             if step is not None:
-                say(step=step, ready=receiver.ready, fingerprint=samples.fingerprint(weights))
+                say(
+                    step=step,
+                    ready=receiver.ready,
+                    fingerprint=samples.fingerprint(weights) if "blank" not in options else {},
+                )
                 engine.step = step + 1
                 tainted = ""
             elif receiver.state.state == "Tainted" and receiver.state.message != tainted:

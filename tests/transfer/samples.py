@@ -10,8 +10,17 @@ DTYPES = [
 ]  # fmt: skip
 
 
-def mixed(seed: int) -> dict[str, torch.Tensor]:
+def mixed(seed: int, device: str = "cpu") -> dict[str, torch.Tensor]:
     """Odd sizes before wide dtypes, scalars, empty, tied, strided and large tensors; bytes by `seed`."""
+    made: dict[int, torch.Tensor] = {}
+    # Tied tensors stay tied on the device, and strided ones strided.
+    return {
+        name: made.setdefault(id(tensor), tensor.to(device, memory_format=torch.preserve_format))
+        for name, tensor in _mixed(seed).items()
+    }
+
+
+def _mixed(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     weights: dict[str, torch.Tensor] = {}
     for number, dtype in enumerate(DTYPES):
@@ -30,20 +39,20 @@ def mixed(seed: int) -> dict[str, torch.Tensor]:
     return weights
 
 
-def blank() -> dict[str, torch.Tensor]:
+def blank(device: str = "cpu") -> dict[str, torch.Tensor]:
     """The same names, shapes, dtypes, strides and ties, all zero."""
     zeros: dict[int, torch.Tensor] = {}
     result: dict[str, torch.Tensor] = {}
     for name, tensor in mixed(0).items():
         key = tensor.data_ptr() if tensor.numel() else id(tensor)
         if key not in zeros:
-            zeros[key] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).zero_()
+            zeros[key] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).zero_()
         result[name] = zeros[key]
     return result
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
+    return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()) if tensor.numel() else b""
 
 
 def fingerprint(weights: dict[str, torch.Tensor]) -> dict[str, str]:
