@@ -163,8 +163,8 @@ class Pair:
         bound.bind(manifest)
         self.receiver = NcclReceiver(welcome, manifest, bound, config_for(runtime_dir, Device.CUDA), GPU)
         self.receiver.join(Deadline(60))
-        self.sender.connect(self.sender.regroup(1, [0], 60), Deadline(60))
-        self.receiver._end.connect(unique_id(), 0, 1, 1, Deadline(60))
+        self.sender.connect(self.sender.regroup(1, [0], 60), Deadline(60), lambda: None)
+        self.receiver._end.connect(unique_id(), 0, 1, 1, Deadline(60), lambda: None)
         Loop().join(self.sender._end, self.receiver._end)
 
     def step(self) -> None:
@@ -313,7 +313,7 @@ def test_packed_calls_through_a_communicator_keep_reserved_memory_flat(runtime: 
         runtime_dir=runtime, device=GPU,
     )  # fmt: skip
     sender = NcclSender(plan)
-    sender.connect(sender.regroup(1, [0], 60), Deadline(60))
+    sender.connect(sender.regroup(1, [0], 60), Deadline(60), lambda: None)
     assert sender.moves.buckets > AHEAD
     reserved = []
     for step in range(1, 51):

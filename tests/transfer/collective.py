@@ -205,7 +205,7 @@ class Members:
         invitation = self.sender.regroup(self.epoch, [0, *(m.rank for m in self.members)], seconds)
         for member in self.members:
             member.ask("regroup", invitation.model_dump_json())
-        self.sender.connect(invitation, Deadline(seconds))
+        self.sender.connect(invitation, Deadline(seconds), lambda: None)
         for member in self.members:
             assert member.answer()[0] == "regrouped"
 
@@ -263,7 +263,8 @@ def _receiver(pipe: Connection, welcome_json: str, make: TargetMaker, rank: int,
         try:
             if what == "regroup":
                 regroup = Regroup.model_validate_json(rest[0])
-                pipe.send(("regrouped", end.regroup(regroup, rank, Deadline(regroup.timeout_seconds)).route))
+                deadline = Deadline(regroup.timeout_seconds)
+                pipe.send(("regrouped", end.regroup(regroup, rank, deadline, lambda: None).route))
             elif what == "step":
                 channel = ReceiverSide(pipe, rest[0], Deadline(rest[1]), rest[2])
                 end.receive(channel)

@@ -335,4 +335,4 @@ def test_the_deadline_bounds_the_wait_for_a_group(runtime: str) -> None:
         members.join(blank_a, 1)
         invitation = members.sender.regroup(1, [0, 1], 1)
         with pytest.raises(TransportError, match="rank 1 did not come"):
-            members.sender.connect(invitation, Deadline(1))
+            members.sender.connect(invitation, Deadline(1), lambda: None)
