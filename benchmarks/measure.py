@@ -1,59 +1,34 @@
-"""What every benchmark here shares: weights, another process, repeated steps, and rows of the project's one format."""
+"""What the benchmarks of other projects' transfers share: weights, another process, repeated steps, and rows."""
 
 from __future__ import annotations
 
-import datetime
-import json
 import multiprocessing
-import platform
-import re
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 import torch
+from weightsync_agent.bench.baseline import copy_times
+from weightsync_agent.bench.models import allocate, fill, manifest_of
 from weightsync_agent.digest import combine, tensor_digests
-from weightsync_agent.identity import own_version
 from weightsync_agent.memory import meter_for
-from weightsync_agent.sources.synthetic import shapes
-from weightsync_api.bench_result import BenchResult, BenchRow
+from weightsync_api.bench_result import BenchRow
 
+WARMUPS = 3
+COPIES = 12
 ANSWER_SECONDS = 300
 """A step of 61 GB between sockets takes seconds; making its weights takes as long."""
 
-WARMUPS = 3
-
-_MANY = re.compile(r"^(\d+)x(\d+)(B|KB|MB)$", re.IGNORECASE)
-_UNITS = {"B": 1, "KB": 1 << 10, "MB": 1 << 20}
-
-
-def shapes_of(model: str) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes: a model's, or, for `18867x1KB`, as many bfloat16 vectors of that size."""
-    found = _MANY.match(model)
-    if found is None:
-        return list(shapes(model))
-    count, size = int(found[1]), int(found[2]) * _UNITS[found[3].upper()]
-    return [(f"tensor.{number}", (size // 2,)) for number in range(count)]
-
 
 def make_weights(model: str, device: torch.device | str, *, random: bool) -> dict[str, torch.Tensor]:
-    """bfloat16 tensors of a model, each an allocation of its own as a framework makes them; else all zero."""
-    made: dict[str, torch.Tensor] = {}
-    block = torch.randint(-(1 << 15), 1 << 15, (1 << 20,), dtype=torch.int16).to(device) if random else None
-    for name, shape in shapes_of(model):
-        tensor = torch.zeros(shape, dtype=torch.bfloat16, device=device)
-        if block is not None:
-            flat = tensor.view(-1).view(torch.int16)
-            for start in range(0, flat.numel(), block.numel()):
-                part = flat[start : start + block.numel()]
-                part.copy_(block[: part.numel()]).add_(len(made))
-        made[name] = tensor
+    """A model's tensors, each an allocation of its own as a framework makes them; all equal where not `random`."""
+    made = allocate(manifest_of(model), torch.device(device))
+    if random:
+        fill(made, 1)
     return made
 
 
@@ -67,44 +42,16 @@ def checksum(weights: Mapping[str, torch.Tensor]) -> int:
     return combine(tensor_digests(tensors))
 
 
-def synchronize(device: torch.device | str) -> None:
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def copy_seconds(nbytes: int, device: torch.device | str, largest: int = 8 << 30) -> float:
-    """Seconds of one contiguous copy of so many bytes on the device, median; above `largest`, by its rate."""
-    size = min(nbytes, largest)
-    source = torch.ones(size, dtype=torch.uint8, device=device)
-    target = torch.zeros_like(source)
-    times = []
-    for _ in range(12 if size > 1 << 24 else 200):
-        synchronize(device)
-        began = time.perf_counter()
-        target.copy_(source)
-        synchronize(device)
-        times.append(time.perf_counter() - began)
-    del source, target
-    if torch.device(device).type == "cuda":
-        torch.cuda.empty_cache()
-    return statistics.median(times[2:]) * nbytes / size
-
-
-@dataclass
 class Memory:
     """Largest growth and peak of reserved memory over measured steps, against the model's own bytes before."""
 
-    device: torch.device
-    base: int = 0
-    first: int = 0
-    growth: int = 0
-    peak: int = 0
-
-    def start(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         """Call with the weights made and nothing else."""
-        self._meter = meter_for(self.device, lambda: 0)
-        self._meter.before()
+        self._meter = meter_for(device, lambda: 0)
         self.base = self._meter.after().reserved_before
+        self._first = 0
+        self.growth = 0
+        self.peak = 0
 
     def before(self) -> None:
         self._meter.before()
@@ -112,9 +59,9 @@ class Memory:
     def after(self, measured: bool) -> None:
         sample = self._meter.after()
         self.peak = max(self.peak, sample.peak - self.base)
-        if not measured or not self.first:
-            self.first = sample.reserved_after
-        self.growth = max(self.growth, sample.reserved_after - self.first)
+        if not measured or not self._first:
+            self._first = sample.reserved_after
+        self.growth = max(self.growth, sample.reserved_after - self._first)
 
 
 class Other:
@@ -131,6 +78,7 @@ class Other:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.pipe.close()
         self._process.join(20)
         if self._process.is_alive():
             self._process.kill()
@@ -158,26 +106,24 @@ class Case:
     transport: str
     mode: str
     model: str
-    peer: str | None = None
-    note: str = ""
-    receivers: int = 1
+    peer: str | None
+    note: str
     seconds: list[float] = field(default_factory=list)
 
-    def row(self, copy: float, growth: int, peak: int) -> BenchRow:
-        """`copy`: seconds of one copy of the same bytes on the same device in the same run."""
-        made = shapes_of(self.model)
-        nbytes = sum(torch.Size(shape).numel() * 2 for _, shape in made)
-        median = statistics.median(self.seconds)
+    def row(self, device: torch.device, growth: int, peak: int) -> BenchRow:
+        """Measures one copy of the same bytes too; call with nothing else on the device."""
+        manifest = manifest_of(self.model)
+        copy, median = statistics.median(copy_times(manifest.nbytes, device, COPIES)), statistics.median(self.seconds)
         return BenchRow(
             name=self.name,
             transport=self.transport,
             mode=self.mode,
             model=self.model,
-            bytes=nbytes,
-            tensors=len(made),
-            receivers=self.receivers,
+            bytes=manifest.nbytes,
+            tensors=len(manifest.tensors),
+            receivers=1,
             milliseconds=round(median * 1e3, 4),
-            gigabytes_per_second=round(nbytes / median / 1e9, 3),
+            gigabytes_per_second=round(manifest.nbytes / median / 1e9, 3),
             ratio_to_copy=round(copy / median, 4),
             reserved_growth_bytes=max(0, growth),
             reserved_peak_bytes=max(0, peak),
@@ -187,13 +133,13 @@ class Case:
         )
 
 
-def repeat(step: Callable[[bool], None], repeats: int, warmups: int = WARMUPS) -> list[float]:
+def repeat(step: Callable[[bool], None], repeats: int) -> list[float]:
     """Times of the measured steps, in seconds. `step` gets whether it counts."""
     seconds = []
-    for number in range(warmups + repeats):
+    for number in range(WARMUPS + repeats):
         began = time.perf_counter()
-        step(number >= warmups)
-        if number >= warmups:
+        step(number >= WARMUPS)
+        if number >= WARMUPS:
             seconds.append(time.perf_counter() - began)
     return seconds
 
@@ -208,37 +154,3 @@ def serve(pipe: Connection, answers: Mapping[str, Callable[..., Any]]) -> None:
         if word == "stop":
             return
         pipe.send(answers[word](*arguments))
-
-
-def result(rows: Iterable[BenchRow], extra: Mapping[str, str]) -> BenchResult:
-    """The rows with where and with what they were measured."""
-    if torch.cuda.is_available():
-        hardware = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
-    else:
-        hardware = _processor()
-    versions = {"weightsync": own_version(), "python": platform.python_version(), "torch": torch.__version__}
-    return BenchResult(hardware=hardware, versions=versions | dict(extra), date=datetime.date.today(), rows=list(rows))
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
-
-
-def show(row: BenchRow) -> None:
-    """A line for people, on stderr, so that stdout may be JSON."""
-    who = row.peer or "weightsync"
-    print(
-        f"{who:16} {row.transport:7} {row.mode:8} {row.model:16} {row.milliseconds:10.3f} ms "
-        f"{row.gigabytes_per_second:9.2f} GB/s {row.ratio_to_copy:7.3f} of a copy  "
-        f"growth {row.reserved_growth_bytes >> 20} MiB  peak +{row.reserved_peak_bytes >> 20} MiB  {row.note}",
-        file=sys.stderr,
-        flush=True,
-    )
-
-
-def write(path: Path, made: BenchResult) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(made.model_dump(mode="json"), indent=2) + "\n")

@@ -17,7 +17,7 @@ from typing import Any
 import peers
 import plain_nccl
 import torch
-from measure import WARMUPS, Case, Memory, Other, checksum, copy_seconds, make_weights, repeat, serve
+from measure import WARMUPS, Case, Memory, Other, checksum, make_weights, repeat, serve
 from weightsync_api.bench_result import BenchRow
 
 
@@ -28,7 +28,6 @@ class _Weights:
         self.device = torch.device(device)
         self.weights = make_weights(model, device, random=True)
         self.memory = Memory(self.device)
-        self.memory.start()
 
     def finish(self, case: Case, other: Other, least_peak: int = 0) -> BenchRow:
         """Checks that the receiver holds every byte, ends it, and makes the row. Raises RuntimeError."""
@@ -36,12 +35,11 @@ class _Weights:
             raise RuntimeError(f"{case.name}: the receiver does not hold what was sent, so its time means nothing")
         growth, peak = other.ask("memory")
         other.say("stop")
-        nbytes = sum(tensor.nbytes for tensor in self.weights.values())
         self.weights.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         growth, peak = max(growth, self.memory.growth), max(peak, self.memory.peak, least_peak)
-        return case.row(copy_seconds(nbytes, self.device), growth, peak)
+        return case.row(self.device, growth, peak)
 
 
 class _Load:
@@ -51,7 +49,6 @@ class _Load:
         self.device = torch.device(device)
         self.weights = make_weights(model, device, random=False)
         self.memory = Memory(self.device)
-        self.memory.start()
 
     def load(self, named: Sequence[tuple[str, torch.Tensor]], *_: object) -> None:
         torch._foreach_copy_([self.weights[name] for name, _ in named], [tensor for _, tensor in named])
