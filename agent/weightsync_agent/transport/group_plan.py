@@ -19,6 +19,9 @@ from ..manifest import Manifest, Piece, layout
 STRAIGHT_BYTES = 4 << 20
 """In Packed mode, tensors of at least so many bytes go straight. Both sides must have the same number."""
 
+CALL_BUCKETS = 2
+"""A call of straight tensors holds up to the bytes of so many buckets: what a receiver that loads needs to land it."""
+
 LONE_BUCKET_BYTES = 32 << 20
 """A bucket of at least so many bytes is a call of its own; a smaller one shares a call with straight tensors, since
 each call costs some 20 us between two kernels."""
@@ -83,7 +86,7 @@ def group_plan(manifest: Manifest, bucket_bytes: int, straight_bytes: int) -> Gr
     """Derives the plan. Aliases and tensors of no bytes are in none of its operations.
 
     Args:
-        bucket_bytes: bytes of a bucket, a positive multiple of ALIGNMENT; a call of straight tensors holds up to two.
+        bucket_bytes: bytes of a bucket, a positive multiple of ALIGNMENT; a call holds up to CALL_BUCKETS.
         straight_bytes: tensors of at least so many bytes go straight; at most `bucket_bytes`.
 
     Raises ValueError where an argument is out of its range.
@@ -98,7 +101,7 @@ def group_plan(manifest: Manifest, bucket_bytes: int, straight_bytes: int) -> Gr
     packed = layout(manifest, bucket_bytes, frozenset(op.tensor for op in straights))
     buckets = [Bucket(index, pieces, packed.used_bytes(index)) for index, pieces in enumerate(packed.buckets)]
     before, after = _halves(straights) if buckets else (straights, [])
-    return GroupPlan(bucket_bytes, tuple(_calls([*before, *buckets, *after], 2 * bucket_bytes)))
+    return GroupPlan(bucket_bytes, tuple(_calls([*before, *buckets, *after], CALL_BUCKETS * bucket_bytes)))
 
 
 def _halves(straights: list[Straight]) -> tuple[list[Straight], list[Straight]]:

@@ -93,6 +93,8 @@ class End:
         self.filled = [_event() for _ in self.slots]
         self.emptied = [_event() for _ in self.slots]
         self.bounce_filled, self.bounce_emptied = _event(), _event()
+        self.registered: list[tuple[int, int]] = []
+        """(address, bytes) of memory that NCCL may map into its peers, for broadcasts without a copy in between."""
         self.waiter = Waiter()
         self._done = [_event() for _ in range(AHEAD)]
         self._last = _event()
@@ -129,6 +131,8 @@ class End:
         """A timed byte, then enough of them to load the kernel of large broadcasts; both are compared."""
         limit = deadline.earlier(PROBE_SECONDS)
         communicator.bound_by(limit, check)
+        for pointer, nbytes in self.registered:
+            communicator.register(pointer, nbytes)
 
         def watch() -> None:
             check()
