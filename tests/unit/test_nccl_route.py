@@ -90,6 +90,15 @@ def test_the_users_log_settings_come_back_and_the_log_is_reset_twice(monkeypatch
     assert "NCCL_DEBUG_FILE" not in os.environ
 
 
+def test_a_log_file_of_the_users_own_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_DEBUG_FILE", "/tmp/theirs.%h")
+    resets: list[int] = []
+    with captured(lambda: resets.append(1)) as capture:
+        assert os.environ["NCCL_DEBUG_FILE"] == "/tmp/theirs.%h"
+    assert capture.text == ""
+    assert not resets
+
+
 def test_the_real_library_writes_into_the_capture_and_nothing_to_the_terminal() -> None:
     program = """
 import torch

@@ -99,12 +99,17 @@ _VARIABLES = ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE")
 def captured(reset: Callable[[], None] | None) -> Iterator[Capture]:
     """Diverts NCCL's log of this process into memory while a communicator is made; the user's settings come back after.
 
-    Nothing goes to stderr. Where the user asked for NCCL's log (NCCL_DEBUG=INFO), these lines go to our logger.
+    Nothing goes to stderr. Where the user asked for NCCL's log (NCCL_DEBUG=INFO), these lines go to our logger. Where
+    they asked for it in a file, nothing is diverted: NCCL would truncate the file when it opens it again.
 
     Args:
         reset: ncclResetDebugInit of the library, which makes it read its environment again; None where it has none:
             then the log is caught only if NCCL has said nothing in this process before.
     """
+    if os.environ.get("NCCL_DEBUG_FILE"):
+        log.warning("NCCL_DEBUG_FILE is set, so NCCL's log is left alone and the route that it takes is not known")
+        yield Capture()
+        return
     if not _capturing.acquire(blocking=False):
         yield Capture()  # another communicator of this process is being made, maybe the peer of this one
         return
