@@ -36,7 +36,13 @@ class LoadingEngine:
             self.weights = {n: t for n, t in self.weights.items() if str(t.dtype) == f"torch.{options['only']}"}
         self.options = options
         self.kept: list[torch.Tensor] = []
-        self.step = 1
+        self.receiver: Receiver | None = None
+
+    @property
+    def step(self) -> int:
+        """The step that is on its way, as the receiver says itself."""
+        assert self.receiver is not None
+        return int(self.receiver.state.message.split()[1])
 
     def load_weights(self, named: list[tuple[str, torch.Tensor]]) -> None:
         if self.step in self.options.get("fault_steps", []):
@@ -72,6 +78,7 @@ def main() -> None:
     if options.get("busy"):
         threading.Thread(target=keep_allocating, args=(device,), daemon=True).start()
     with Receiver(target, config=config, rank=int(sys.argv[2]), device=device) as receiver:
+        engine.receiver = receiver
         say(started=True)
         tainted = ""
         while True:
@@ -89,12 +96,10 @@ def main() -> None:
                     ready=receiver.ready,
                     fingerprint=samples.fingerprint(weights) if "blank" not in options else {},
                 )
-                engine.step = step + 1
                 tainted = ""
             elif receiver.state.state == "Tainted" and receiver.state.message != tainted:
                 tainted = receiver.state.message
                 engine.kept.clear()
-                engine.step += 1
                 say(tainted=tainted, ready=receiver.ready)
 
 

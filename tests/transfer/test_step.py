@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 
@@ -101,10 +102,10 @@ def test_killed_receiver_is_dropped_and_returns_whole(mode, make_config, start) 
         assert sender.step().complete
         dies.until("step", 1)
         # It is in the middle of step 2 (its loader sleeps) when it is killed.
-        killer = __import__("threading").Timer(1.0, dies.kill)
+        killer = threading.Timer(1.0, dies.kill)
         killer.start()
         began = time.monotonic()
-        with pytest.raises(StepFailed, match="rank 2.*connection is gone") as failure:
+        with pytest.raises(StepFailed, match=r"rank 2.*connection is gone") as failure:
             sender.step()
         killer.join()
         assert time.monotonic() - began < 20  # long before the ACK's deadline of 30 s

@@ -103,8 +103,8 @@ def fetch_descriptors(path: str, token: str, count: int, deadline: Deadline) -> 
             raise TransportError(f"{path} passed no memory within {deadline.seconds:g} s") from None
         except OSError as error:
             raise TransportError(
-                f"the sender's socket {path} can't be reached ({error.strerror}): memory is only shared within one pod, "
-                "whose processes mount one runtime directory"
+                f"the sender's socket {path} can't be reached ({error.strerror}): memory is only shared within one "
+                "pod, whose processes mount one runtime directory"
             ) from None
     if not header or header[0] != count or len(descriptors) != count:
         for descriptor in descriptors:

@@ -29,9 +29,10 @@ from ..protocol import Joined, Offer, Region, Welcome
 from ..targets import Target
 from .base import ReceiveChannel, ReceiverTransport
 from .descriptors import fetch_descriptors
-from .ipc_sender import DRAINED_WORD, FILLED_WORD, FIRST_EXPORT_WORD, STEP_WORD
+from .ipc_sender import DRAINED_WORD, FILLED_WORD, FIRST_EXPORT_WORD, QUEUED_BUCKETS, STEP_WORD
 from .staging import Loader
 from .stand_ins import StandIns
+from .waiting import Waiter
 
 
 class IpcReceiver(ReceiverTransport):
@@ -200,11 +201,17 @@ class IpcReceiver(ReceiverTransport):
         stream, flags, base = self._stream.stream, self._flags, channel.flag_base
         try:
             for bucket, plan in enumerate(self._plans):
+                if bucket == QUEUED_BUCKETS:
+                    channel.queued()
+                if bucket >= QUEUED_BUCKETS:
+                    need = base + bucket - QUEUED_BUCKETS + 1
+                    self._wait(channel, lambda need=need: flags.load(DRAINED_WORD) >= need)
                 flags.wait_geq(stream, FILLED_WORD, base + bucket + 1)
                 plan.run(stream)
                 flags.write(stream, DRAINED_WORD, base + bucket + 1)
             self._empty()
-            channel.queued()
+            if len(self._plans) <= QUEUED_BUCKETS:
+                channel.queued()
             self._wait(channel, self._stream.idle)
         except BaseException:
             self._free(flags)
@@ -244,15 +251,14 @@ class IpcReceiver(ReceiverTransport):
 
     def _wait(self, channel: ReceiveChannel, done: object) -> None:
         assert callable(done)
-        pause = 0.0
+        waiter = Waiter()
         while not done():
             channel.check()
             if channel.deadline.passed:
                 raise StepTimeout(
                     f"step {channel.step}: its buckets did not come within {channel.deadline.seconds:.3g} s"
                 )
-            time.sleep(pause)
-            pause = min(pause + 5e-6, 1e-4)
+            waiter.pause()
 
     def _free(self, flags: FlagPage) -> None:
         """The step is given up: no stream of this process may go on waiting. Plain stores (rule 1 of flags.py)."""

@@ -31,6 +31,7 @@ from ..protocol import Identity, Joined, Offer, Region
 from .base import SendChannel, SenderTransport, SendPlan
 from .descriptors import DescriptorServer
 from .stand_ins import StandIns
+from .waiting import Waiter
 
 SELF_TEST_BYTES = 1 << 20
 STRANDED_LIMIT = 1 << 30
@@ -42,6 +43,11 @@ FIRST_EXPORT_WORD = 1
 
 FILLED_WORD, DRAINED_WORD = 0, 16
 """The flag page's words: buckets that the sender has filled, and that the receiver has drained, counted on for ever."""
+
+
+QUEUED_BUCKETS = 64
+"""Most buckets on a stream at once. A stream takes some 1,000 operations; what is queued beyond blocks the host, and a
+host that is blocked while its stream waits for a flag answers nobody."""
 
 
 @dataclass
@@ -301,6 +307,8 @@ class IpcSender(SenderTransport):
             if by_flags:
                 channel.wait_queued()
             for bucket in range(slots, count):
+                if bucket >= QUEUED_BUCKETS:
+                    self._wait_drained(channel, pages, base + bucket - QUEUED_BUCKETS + 1)
                 if by_flags:
                     for page in pages.values():
                         page.wait_geq(self._stream.stream, DRAINED_WORD, base + bucket - slots + 1)
@@ -365,18 +373,16 @@ class IpcSender(SenderTransport):
 
     def _wait_stream(self, channel: SendChannel, pages: dict[int, FlagPage]) -> None:
         """Until this end's part is done. Whoever left the step is no longer waited for: its word is released."""
-        pause = 0.0
+        waiter = Waiter()
         while not self._stream.idle():
             self._look(channel, pages)
-            time.sleep(pause)
-            pause = min(pause + 5e-6, 1e-4)
+            waiter.pause()
 
     def _wait_drained(self, channel: SendChannel, pages: dict[int, FlagPage], value: int) -> None:
-        pause = 0.0
+        waiter = Waiter()
         while any(page.load(DRAINED_WORD) < value for page in pages.values()):
             self._look(channel, pages)
-            time.sleep(pause)
-            pause = min(pause + 5e-6, 1e-4)
+            waiter.pause()
 
     def _look(self, channel: SendChannel, pages: dict[int, FlagPage]) -> None:
         """Takes messages in; frees the streams that wait for someone who left. Raises StepTimeout, TransportError."""
