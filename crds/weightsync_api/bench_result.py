@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import date as Date
+import datetime
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -36,5 +36,5 @@ class BenchResult(BaseModel):
 
     hardware: str = Field(description="Processor or GPU, and how many.")
     versions: dict[str, str] = Field(description="weightsync, python, torch, and what else was measured.")
-    date: Date = Field(description="Day of the run.")
+    date: datetime.date = Field(description="Day of the run.")
     rows: list[BenchRow] = Field(description="One a measured case.")

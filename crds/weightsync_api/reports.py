@@ -1,4 +1,4 @@
-"""What agents report. The sender's `GET /report?after=STEP` answers with a `Report`; the operator turns it into status."""
+"""What agents report: the body of the sender's `GET /report?after=STEP`, which the operator turns into status."""
 
 from __future__ import annotations
 

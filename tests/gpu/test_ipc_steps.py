@@ -141,9 +141,9 @@ def test_receiver_killed_at_a_flag_costs_a_step_and_no_hang(pause, bucket_bytes,
             try:
                 sender.step()
             except StepFailed as failure:
-                failed = True
-                assert failure.report.receivers[0].state == "Lost"
+                failed, state = True, failure.report.receivers[0].state
         thread.join()
+        assert not failed or state == "Lost"
         assert time.monotonic() - began < 15
         # This process' streams are free: torch works at once.
         assert torch.ones(1 << 20, device="cuda").sum().item() == 1 << 20
