@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import time
 from abc import ABC, abstractmethod
@@ -35,13 +36,14 @@ class HostMeter(MemoryMeter):
     """CPU: reserved is the process's own resident memory (anonymous pages: heap, stacks; no files, no shared memory)
     plus the shared segments that it owns; allocated is those segments alone.
 
-    Resident anonymous memory is RssAnon of /proc/self/status (proc(5)), in KiB there. Its accuracy is the kernel's:
-    on machines of many cores the kernel batches the count by thread, some 100 KiB each.
+    Resident anonymous memory is RssAnon of proc(5), read from /proc/self/statm as `resident` less `shared` (the pages
+    that are backed by files or are shared memory): the same count as in /proc/self/status, at a tenth of its time.
+    Its accuracy is the kernel's: on machines of many cores the kernel batches the count by thread, some 100 KiB each.
     """
 
     def __init__(self, owned_bytes: Callable[[], int]) -> None:
         self._owned_bytes = owned_bytes
-        self._fd = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
+        self._fd = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
         self._pid = os.getpid()
         self._before: int | None = None
         self._peak = 0
@@ -80,13 +82,12 @@ class HostMeter(MemoryMeter):
     def _resident(self) -> int:
         if os.getpid() != self._pid and self._fd >= 0:  # forked: the open file is still the parent's
             os.close(self._fd)
-            self._fd, self._pid = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC), os.getpid()
+            self._fd, self._pid = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC), os.getpid()
         try:
-            text = os.pread(self._fd, 8192, 0)
-        except OSError:
+            _, resident, shared, *_ = os.pread(self._fd, 256, 0).split()
+        except (OSError, ValueError):
             return 0
-        start = text.find(b"RssAnon:")
-        return int(text[start + 8 :].split(None, 1)[0]) << 10 if start >= 0 else 0
+        return (int(resident) - int(shared)) * mmap.PAGESIZE
 
 
 class CudaMeter(MemoryMeter):

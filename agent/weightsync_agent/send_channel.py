@@ -37,6 +37,7 @@ class StepChannel:
         self.members = {peer.rank: peer for peer in members}
         self.acks: dict[int, ReceiverStep] = {}
         self.failed: dict[int, ReceiverStep] = {}
+        self.absent: list[Peer] = []
         self.committed_at = 0.0
         """time.perf_counter() when the last of the step's data was out."""
         self._post = post
@@ -44,11 +45,19 @@ class StepChannel:
         self._drained = dict.fromkeys(self.members, -1)
         self._regrouped: dict[int, int] = {}
         self._queued: set[int] = set()
-        self._checked_at = 0.0
+        self._checked_at = time.monotonic()
 
     @property
     def ranks(self) -> list[int]:
         return [rank for rank in self.members if rank not in self.failed]
+
+    def begin(self, message: Message) -> None:
+        """Opens the step. Who is gone by now was never in it: it died between two steps, and nothing failed."""
+        for rank in self.ranks:
+            if not self._post(self.members[rank], message):
+                self.absent.append(self.members.pop(rank))
+        if not self.members:
+            raise TransportError(f"step {self.step}: every receiver was gone when it began")
 
     def post(self, message: Message, rank: int | None = None) -> None:
         for target in self.ranks if rank is None else [rank]:

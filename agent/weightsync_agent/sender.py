@@ -10,7 +10,7 @@ import logging
 import secrets
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, Self
@@ -27,25 +27,23 @@ from .deadline import Deadline
 from .errors import (
     Closed,
     ConfigError,
-    FallBack,
     JoinTimeout,
-    Refused,
-    SelfTestFailed,
     StepFailed,
     StepTimeout,
     TransportError,
 )
-from .identity import is_gone, load_config, local_identity
+from .identity import load_config, local_identity
+from .lobby import OF_JOINING, Lobby
 from .memory import meter_for
 from .peers import Peer
 from .send_channel import StepChannel
 from .sources.module import Gatherer, Weights, gatherer_for
+from .step_log import StepLog
 from .transport import Arena, make_arena, sender_transport
 from .transport.base import SendPlan
 
 log = logging.getLogger("weightsync.sender")
 
-KEPT_STEPS = 64
 SERVICE_SECONDS = 0.05
 """How often receivers that say Hello between steps are admitted. Waiting on the socket's file descriptor instead would
 wake the service thread at every ACK, in the middle of the step's own thread."""
@@ -89,19 +87,12 @@ class Sender:
         self._finished = False
         self._step = 0
         self._lock = threading.RLock()
-        self._published = threading.Condition()
-        self._history: deque[StepReport] = deque(maxlen=KEPT_STEPS)
-        self._peers: dict[int, Peer] = {}
-        self._addresses: dict[bytes, Peer] = {}
+        self._log = StepLog(config, self.session)
         self._channel: StepChannel | None = None
-        self._later: list[list[bytes]] = []
-        """Words of joining that came within a step: taken up after it."""
-        self._leaving: list[Peer] = []
         self._group: tuple[int, ...] = ()
         self._epoch = 0
         self._memory = MemorySample()
         self._tried_join = False
-        self._report: Report
         if not self._gatherer.leads:
             return  # this trainer rank only helps to gather
 
@@ -146,6 +137,7 @@ class Sender:
         except ConfigError:
             self._transport.close()
             raise
+        self._lobby = Lobby(config, self.session, self.manifest, self._transport, self._send, self.errors)
         self._publish()
         self._wake = threading.Event()
         self._service = threading.Thread(target=self._serve, name="weightsync-sender", daemon=True)
@@ -200,15 +192,15 @@ class Sender:
         channel = StepChannel(self._step, members, deadline, self._post, self._poll)
         started_at, began = datetime.now(UTC), time.perf_counter()
         self._meter.before()
-        self._channel = channel
+        self._channel, self._lobby.in_step = channel, True
         try:
             self._carry(channel)
         except (TransportError, StepTimeout) as error:
             self._break_off(channel, error)
         finally:
-            self._channel = None
+            self._channel, self._lobby.in_step = None, False
         duration = time.perf_counter() - began
-        self._after_step()
+        self._lobby.catch_up(self._step)
         return self._conclude(channel, started_at, duration)
 
     def _members(self) -> list[Peer]:
@@ -216,18 +208,19 @@ class Sender:
         self._take_all()
         if not self._tried_join:
             self._await_receivers()
-        for peer in self._peers.values():
-            # One that died since the last step is no part of this one; a collective would wait for it.
-            if peer.joined and not self._post(peer, protocol.Ping()):
-                peer.state, peer.message = (
-                    AgentState.LOST,
-                    "its connection is gone: the process ended or the node is off",
-                )
-                self._forget(peer)
-        members = [peer for peer in self._peers.values() if peer.joined]
+        if self._transport.collective:
+            # One that died since the last step is no part of this one: a collective would wait for it.
+            for peer in self._lobby.present():
+                if not self._post(peer, protocol.Ping()):
+                    self._lost(peer)
+        members = self._lobby.present()
         if not members:
             raise JoinTimeout(self._nobody())
         return members
+
+    def _lost(self, peer: Peer) -> None:
+        peer.state, peer.message = AgentState.LOST, "its connection is gone: the process ended or the node is off"
+        self._lobby.forget(peer)
 
     def _carry(self, channel: StepChannel) -> None:
         config, transport, step = self.config, self._transport, channel.step
@@ -240,7 +233,7 @@ class Sender:
             self._regroup(channel)
         transport.open_step(step)
         digests = transport.digests() if verify and transport.whole else b""
-        channel.post(
+        channel.begin(
             protocol.Begin(
                 step=step,
                 manifest_hash=self.manifest.hash,
@@ -314,7 +307,9 @@ class Sender:
         for rank, failure in channel.failed.items():
             self.errors["lost" if failure.state == AgentState.LOST else "receiver"] += 1
             if failure.state == AgentState.LOST:
-                self._forget(channel.members[rank])
+                self._lobby.forget(channel.members[rank])
+        for peer in channel.absent:
+            self._lost(peer)
         parts = channel.acks | channel.failed
         report = StepReport(
             step=channel.step,
@@ -324,11 +319,11 @@ class Sender:
             memory=self._memory,
             receivers=[parts[rank] for rank in sorted(parts)],
             verified=bool(channel.acks) and all(ack.verified for ack in channel.acks.values()),
-            complete=not channel.failed,
+            complete=bool(channel.acks) and not channel.failed,
         )
-        self._history.append(report)
+        self._log.add(report)
         self._publish()
-        if channel.failed:
+        if not report.complete:
             causes = "; ".join(f"{channel.members[r].label}: {f.error}" for r, f in sorted(channel.failed.items())[:20])
             raise StepFailed(
                 f"WeightSync {self.config.namespace}/{self.config.name}: step {channel.step} reached "
@@ -343,122 +338,17 @@ class Sender:
         """The first step waits until every expected receiver joined, or goes on with those there at the deadline."""
         self._tried_join = True
         deadline = Deadline(self.config.join_timeout_seconds)
-        wanted = set(range(1, self.config.receivers + 1))
-        while not deadline.passed:
-            there = {rank for rank, peer in self._peers.items() if peer.joined}
-            refused = {rank for rank, peer in self._peers.items() if peer.state == AgentState.REFUSED}
-            if wanted <= there | refused and (there | refused or not wanted):
-                break
+        while self._lobby.waits_for() and not deadline.passed:
             self._poll(min(0.1, deadline.remaining))
-        for rank in sorted(wanted - {rank for rank, peer in self._peers.items() if peer.joined}):
-            peer = self._peers.get(rank)
-            log.warning("rank %d is not there: %s", rank, peer.message if peer else "it never said hello")
+        for rank, reason in self._lobby.missing().items():
+            log.warning("rank %d is not there: %s", rank, reason)
 
     def _nobody(self) -> str:
-        told = [f"rank {rank}: {p.message or p.state}" for rank, p in sorted(self._peers.items()) if not p.joined]
+        told = "; ".join(f"rank {rank}: {reason}" for rank, reason in list(self._lobby.missing().items())[:20])
         return (
             f"WeightSync {self.config.namespace}/{self.config.name}: no receiver has joined at {self.config.bind} "
-            f"within {self.config.join_timeout_seconds:g} s; "
-            + ("; ".join(told[:20]) if told else "none has said hello: are the receivers' processes running?")
+            f"within {self.config.join_timeout_seconds:g} s; {told or 'none is expected: spec.receivers.replicas is 0'}"
         )
-
-    def _hello(self, address: bytes, hello: protocol.Hello) -> None:
-        try:
-            peer = self._enlist(address, hello)
-            self._welcome(peer, hello.manifest_hash)
-        except Refused as refusal:
-            self.errors["refused"] += 1
-            log.warning("rank %d of pod %s is refused: %s", hello.identity.rank, hello.identity.pod, refusal)
-            self._send(address, protocol.Refuse(reason=str(refusal)))
-            if (known := self._addresses.get(address)) is not None:
-                known.state, known.message = AgentState.REFUSED, str(refusal)
-        self._publish()
-
-    def _welcome(self, peer: Peer, known_hash: str) -> None:
-        """Offers memory to a receiver. One that can't map the sender's own puts everybody on staging buckets."""
-        transport = self._transport
-        try:
-            offer = transport.offer(peer.identity)
-        except FallBack as reason:
-            if self.config.mode == TransferMode.DIRECT:
-                raise Refused(f"transfer.mode is Direct, and {reason}") from None
-            log.warning("%s can't take part in Direct mode, so all go on in Packed mode: %s", peer.label, reason)
-            transport.fall_back(str(reason))
-            for other in self._peers.values():
-                if other.joined and other is not peer:
-                    self._welcome(other, self.manifest.hash)
-            offer = transport.offer(peer.identity)
-        self._post(
-            peer,
-            protocol.Welcome(
-                protocol=protocol.PROTOCOL_VERSION,
-                session=self.session,
-                transport=transport.kind,
-                mode=transport.plan.mode,
-                manifest_hash=self.manifest.hash,
-                manifest=None if known_hash == self.manifest.hash else self.manifest,
-                bucket_bytes=transport.plan.bucket_bytes,
-                slots=transport.plan.slots,
-                offer=offer,
-            ),
-        )
-        peer.state = AgentState.STARTING
-
-    def _enlist(self, address: bytes, hello: protocol.Hello) -> Peer:
-        config, rank = self.config, hello.identity.rank
-        if hello.protocol != protocol.PROTOCOL_VERSION:
-            raise Refused(
-                f"the sender speaks protocol {protocol.PROTOCOL_VERSION}, the receiver {hello.protocol}: "
-                "run the same weightsync version on both sides"
-            )
-        if (hello.namespace, hello.name) != (config.namespace, config.name):
-            raise Refused(
-                f"this is the sender of WeightSync {config.namespace}/{config.name}, "
-                f"not of {hello.namespace}/{hello.name}"
-            )
-        if rank < 1:
-            raise Refused("rank 0 is the sender's: a receiver's WEIGHTSYNC_RANK is 1 or more")
-        old = self._peers.get(rank)
-        if old is not None and old.address != address and old.joined and self._send(old.address, protocol.Ping()):
-            raise Refused(f"rank {rank} is taken by pod {old.identity.pod}, process {old.identity.pid}, which is alive")
-        if old is not None:
-            self._forget(old)
-        peer = Peer(address, hello.identity, step=hello.step)
-        self._peers[rank] = self._addresses[address] = peer
-        return peer
-
-    def _joined(self, peer: Peer, joined: protocol.Joined) -> None:
-        try:
-            self._transport.check_join(peer.rank, joined)
-        except SelfTestFailed as failure:
-            peer.state, peer.message = AgentState.REFUSED, str(failure)
-            self.errors["refused"] += 1
-            log.warning("%s failed the self-test: %s", peer.label, failure)
-            self._post(peer, protocol.Refuse(reason=str(failure)))
-        else:
-            peer.state, peer.message = AgentState.JOINED, ""
-            self._post(peer, protocol.Admitted(step=self._step))
-            log.info("%s joined over %s", peer.label, joined.route)
-        self._publish()
-
-    def _after_step(self) -> None:
-        """What had to wait while streams of this process might be waiting: mapping and unmapping memory."""
-        leaving, self._leaving = self._leaving, []
-        for peer in leaving:
-            self._forget(peer)
-        later, self._later = self._later, []
-        for frames in later:
-            self._take(frames)
-
-    def _forget(self, peer: Peer) -> None:
-        """Takes back what was exported to a receiver that is gone; its place in the book stays until it returns."""
-        self._addresses.pop(peer.address, None)
-        if self._channel is not None:
-            self._leaving.append(peer)
-            return
-        stranded = self._transport.forget(peer.rank, is_gone(peer.identity))
-        if stranded:
-            log.warning("%s left %d bytes stranded: they come back when this process ends", peer.label, stranded)
 
     # --- the socket ---------------------------------------------------------------------------------------------
 
@@ -500,24 +390,12 @@ class Sender:
             self.errors["protocol"] += 1
             self._send(address, protocol.Error(cause=str(error)))
             return
-        if self._channel is not None and isinstance(message, protocol.Hello | protocol.Joined | protocol.Differs):
-            self._later.append(frames)
-            return
-        if isinstance(message, protocol.Hello):
-            self._hello(address, message)
-            return
-        peer = self._addresses.get(address)
-        if peer is None and isinstance(message, protocol.OF_A_STEP):
-            log.debug("%s of an earlier sender's step, or of a receiver that was given up", message.kind)
-        elif peer is None:
-            self.errors["protocol"] += 1
-            self._send(address, protocol.Error(cause=f"{message.kind} before Hello: say Hello first"))
-        elif isinstance(message, protocol.Joined):
-            self._joined(peer, message)
-        elif isinstance(message, protocol.Differs):
-            peer.state, peer.message = AgentState.REFUSED, message.differences
-            log.error("%s does not fit: %s", peer.label, message.differences)
+        peer = self._lobby.at(address)
+        if isinstance(message, OF_JOINING):
+            self._lobby.take(address, message, self._step)
             self._publish()
+        elif peer is None:
+            log.debug("%s of an earlier sender's step, or of a receiver that was given up", message.kind)
         elif isinstance(message, protocol.Bye):
             self._bye(peer, message)
         elif self._channel is None or not self._channel.take(peer, message):
@@ -530,7 +408,7 @@ class Sender:
             self._channel.fail(peer.rank, AgentState.LOST, f"step {self._channel.step}: {reason}")
         if peer.state != AgentState.REFUSED:  # why it never joined says more than that it left
             peer.state, peer.message = AgentState.LOST, reason
-        self._forget(peer)
+        self._lobby.forget(peer)
         self._publish()
 
     def _post(self, peer: Peer, message: protocol.Message) -> bool:
@@ -550,47 +428,34 @@ class Sender:
 
     def report(self) -> Report:
         """The kept steps and the agents as they are now. Never waits for a step; any thread."""
-        return self._report
+        return self._log.report()
 
     def wait_report(self, after: int, timeout: float) -> Report:
         """A report with a step above `after`, or whatever there is after `timeout` seconds; any thread."""
-        with self._published:
-            self._published.wait_for(
-                lambda: self._finished or bool(self._report.steps and self._report.steps[-1].step > after), timeout
-            )
-            report = self._report
-        return report.model_copy(update={"steps": [step for step in report.steps if step.step > after]})
+        return self._log.wait(after, timeout)
 
     def _publish(self) -> None:
-        tainted = any(part.error for part in self._history[-1].receivers) if self._history else False
+        last = self._log.last
         me = AgentReport(
             rank=0,
             pod=self.identity.pod,
             node=self.identity.node,
             pid=self.identity.pid,
             gpu=self.identity.gpu,
-            state=AgentState.SYNCED if self._history else AgentState.JOINED,
-            message="its last step did not reach every receiver" if tainted else "",
-            step=next((s.step for s in reversed(self._history) if s.complete), 0),
+            state=AgentState.SYNCED if last else AgentState.JOINED,
+            message="its last step did not reach every receiver" if last and not last.complete else "",
+            step=self._log.last_complete,
             memory=self._memory,
         )
-        peers = [self._peers[rank] for rank in sorted(self._peers)]
-        report = Report(
-            namespace=self.config.namespace,
-            name=self.config.name,
-            uid=self.config.uid,
-            session=self.session,
+        peers = [self._lobby.peers[rank] for rank in sorted(self._lobby.peers)]
+        self._log.publish(
+            [me, *(peer.report() for peer in peers)],
             transport=self._transport.kind,
             mode=self._transport.plan.mode,
             route=self._transport.route,
             self_tested=bool(peers) and all(peer.joined for peer in peers),
-            agents=[me, *(peer.report() for peer in peers)],
-            steps=list(self._history),
             finished=self._finished,
         )
-        with self._published:
-            self._report = report
-            self._published.notify_all()
 
     # --- the end ------------------------------------------------------------------------------------------------
 
@@ -620,9 +485,8 @@ class Sender:
             if self._closed:
                 return
             self._closed = True
-            for peer in self._peers.values():
-                if peer.joined:
-                    self._post(peer, protocol.Bye(reason=reason))
+            for peer in self._lobby.present():
+                self._post(peer, protocol.Bye(reason=reason))
             self._finished = True
             self._publish()
             self._socket.close()

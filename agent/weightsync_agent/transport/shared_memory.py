@@ -163,8 +163,7 @@ class SharedMemorySender(SenderTransport):
             entries = self.plan.manifest.tensors
             values = (digests.get(i if e.alias is None else e.alias, 0) for i, e in enumerate(entries))
             self._gathered_digests = b"".join(value.to_bytes(8, "little") for value in values)
-        if count:
-            channel.pump(until_drained=count - 1)
+        # The last buckets' slots are free once the receivers acknowledge: their ACK says so, and no message more.
 
     def _pack_gathered(self, bucket: int, digests: dict[int, int], verify: bool) -> None:
         assert self.plan.gather is not None
@@ -265,7 +264,8 @@ class SharedMemoryReceiver(ReceiverTransport):
                 self._loader.load_arena(data[0].window, data[0].views_alive, channel.verify)
             channel.check()
         else:
-            for bucket in range(len(self._layout.buckets)):
+            count = len(self._layout.buckets)
+            for bucket in range(count):
                 slot = channel.wait_bucket(bucket)
                 if not 0 <= slot < len(data):
                     raise TransportError(f"step {channel.step}, bucket {bucket}: there is no slot {slot}")
@@ -275,7 +275,8 @@ class SharedMemoryReceiver(ReceiverTransport):
                     assert self._loader is not None
                     memory = data[slot]
                     self._loader.load_bucket(bucket, memory.window, memory.views_alive, channel.verify)
-                channel.drained(bucket)
+                if bucket + len(data) < count:
+                    channel.drained(bucket)  # a later bucket waits for this slot
         if self._page[STEP_WORD] != channel.step & 0xFFFFFFFF:
             # The sender gave the step up and may have changed its weights while they were copied.
             raise Closed(f"step {channel.step} was broken off by the sender while its bytes were copied")
