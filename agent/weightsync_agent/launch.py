@@ -4,12 +4,16 @@ WEIGHTSYNC_AGENTS lists them as ROLE:RANK, with @GPU where each has its own: `se
 In a StatefulSet every pod has the same list; with WEIGHTSYNC_RANK_STRIDE=N a pod's ranks are higher by N times its
 ordinal, the number at the end of its name (WEIGHTSYNC_POD, or the host name).
 
+WEIGHTSYNC_COMMANDS gives agents of a role another program than the agent itself, as JSON: {"sender": ["python",
+"trainer.py"]}. `$(NAME)` in it is a variable of the agent's environment and `$$` is `$`, as in a container's command.
+
 Torch's CUDA handles need exporter and importer to have different PIDs: as children of one PID 1 they always have.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import re
@@ -29,14 +33,17 @@ log = logging.getLogger("weightsync.launch")
 
 ENV_AGENTS = "WEIGHTSYNC_AGENTS"
 ENV_RANK_STRIDE = "WEIGHTSYNC_RANK_STRIDE"
+ENV_COMMANDS = "WEIGHTSYNC_COMMANDS"
 ENV_HTTP_OFFSET = "WEIGHTSYNC_HTTP_OFFSET"
-"""Added to the port of AgentConfig.http: an agent's place among those of its container, from 0."""
+"""Added to the port of AgentConfig.http: an agent's place among those of its container. The container's own variable
+is that of its first agent (0 unless set), where several containers of a pod have agents."""
 
 TERM_SECONDS = 5.0
 """From SIGTERM to SIGKILL."""
 LOOK_SECONDS = 0.5
 """How often it looks without being signalled: for the end of TERM_SECONDS."""
 AGENT_COMMAND = (sys.executable, "-m", "weightsync_agent.main")
+_REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_.-]*)\)")
 _ENTRY = re.compile(r"(sender|receiver):([0-9]{1,5})(?:@([0-9]{1,2}))?")
 
 
@@ -91,6 +98,29 @@ def ordinal(env: Mapping[str, str]) -> int:
     return int(match[1])
 
 
+def commands_from_env(env: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Role -> its program, where that is not the agent itself. Raises ConfigError."""
+    text = env.get(ENV_COMMANDS, "")
+    if not text:
+        return {}
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    ok = isinstance(found, dict) and all(
+        role in ("sender", "receiver") and isinstance(argv, list) and argv and all(isinstance(w, str) for w in argv)
+        for role, argv in found.items()
+    )
+    if not ok:
+        raise ConfigError(f'{ENV_COMMANDS} is {text[:200]!r}: write JSON such as {{"sender": ["python", "trainer.py"]}}')
+    return {role: tuple(argv) for role, argv in found.items()}
+
+
+def expand(word: str, env: Mapping[str, str]) -> str:
+    """`$(NAME)` -> its value, `$$` -> `$`, an unknown name as it is: the rules of a container's command."""
+    return _REFERENCE.sub(lambda m: "$" if m[1] is None else env.get(m[1], m[0]), word)
+
+
 def _stride(env: Mapping[str, str]) -> int:
     text = env.get(ENV_RANK_STRIDE, "0")
     if not re.fullmatch(r"[0-9]{1,3}", text):
@@ -98,21 +128,30 @@ def _stride(env: Mapping[str, str]) -> int:
     return int(text)
 
 
-def launch(agents: Sequence[Placed], command: Sequence[str] = AGENT_COMMAND) -> int:
+def launch(
+    agents: Sequence[Placed],
+    command: Sequence[str] = AGENT_COMMAND,
+    commands: Mapping[str, Sequence[str]] | None = None,
+) -> int:
     """Runs the agents until all have ended; one that fails ends the others. Gives the container's exit code.
 
     SIGTERM and SIGINT go on to every agent; what they leave running is killed after TERM_SECONDS. As PID 1 it also
-    reaps the processes that their parents left behind.
+    reaps the processes that their parents left behind. `commands`: by role, instead of `command`.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    environments = [agent.environment(offset, visible) for offset, agent in enumerate(agents)]
+    first = os.environ.get(ENV_HTTP_OFFSET, "0")
+    if not re.fullmatch(r"[0-9]{1,4}", first):
+        raise ConfigError(f"{ENV_HTTP_OFFSET} is {first!r}: write the place of the container's first agent, from 0")
+    environments = [agent.environment(offset, visible) for offset, agent in enumerate(agents, int(first))]
     # Signals are taken one at a time, where this says so, instead of interrupting whatever runs.
     signals = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     running: dict[int, Placed] = {}
     try:
         for agent, env in zip(agents, environments, strict=True):
-            running[_start(command, env, before)] = agent
+            words = (commands or {}).get(agent.role)
+            argv = [expand(word, {**os.environ, **env}) for word in words] if words else command
+            running[_start(argv, env, before)] = agent
         return _watch(running, signals)
     finally:
         _send(running, signal.SIGKILL)

@@ -15,7 +15,7 @@ import click
 from weightsync_api.agent_config import ENV_RANK, ENV_ROLE
 
 from .errors import ConfigError, SourceError, WeightSyncError
-from .launch import ENV_AGENTS, Placed, agents_from_env, launch
+from .launch import ENV_AGENTS, Placed, agents_from_env, commands_from_env, launch
 from .stop import Stopped, stop_on_signals
 
 log = logging.getLogger("weightsync.agent")
@@ -41,7 +41,7 @@ def launch_command() -> None:
 
     Signals go on to all; one that fails ends the others.
     """
-    sys.exit(_guarded(lambda: launch(agents_from_env(os.environ))))
+    sys.exit(_guarded(lambda: launch(agents_from_env(os.environ), commands=commands_from_env(os.environ))))
 
 
 def _guarded(run: Callable[[], int]) -> int:

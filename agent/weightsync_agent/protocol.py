@@ -227,9 +227,6 @@ class Bye(Message):
 FromReceiver = Hello | Differs | Joined | Regrouped | Queued | Drained | Ack | Error | Bye
 FromSender = Welcome | Refuse | Admitted | Regroup | Begin | Bucket | Commit | Abort | Ping | Bye
 
-OF_A_STEP = (Regrouped, Queued, Drained, Ack, Error, Bye)
-"""A receiver's words about a step: of no meaning to a sender that it has not joined."""
-
 T = TypeVar("T")
 
 _FROM_RECEIVER: TypeAdapter[FromReceiver] = TypeAdapter(Annotated[FromReceiver, Field(discriminator="kind")])

@@ -83,8 +83,13 @@ class ApiModel(BaseModel):
         return self
 
 
-class StatusModel(ApiModel):
-    """A part of what is reported. Unknown fields are ignored, so that a newer peer's report still reads."""
+class StatusModel(BaseModel):
+    """A part of what is reported. Unknown fields are ignored, so that a newer peer's report still reads.
+
+    It has none of ApiModel's validators, since agents make these on a step's path, and so never any rules.
+    """
+
+    rules: ClassVar[tuple[Rule, ...]] = ()
 
     model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="ignore")
 

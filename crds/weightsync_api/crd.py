@@ -20,7 +20,7 @@ from typing import Any, cast, get_args, get_origin
 import yaml
 from pydantic.fields import FieldInfo
 
-from .base import ApiModel, Ruled, inner_type
+from .base import ApiModel, Ruled, StatusModel, inner_type
 from .columns import COLUMNS
 from .v1alpha1 import GROUP, KIND, PLURAL, VERSION, WeightSync, WeightSyncStatus
 
@@ -36,6 +36,9 @@ _KEPT = frozenset({
 
 INT32_MAX = 2**31 - 1
 MAX_CONDITION_TYPE = 316  # characters; as metav1.Condition
+
+
+Model = ApiModel | StatusModel
 
 
 def crd() -> Schema:
@@ -93,7 +96,7 @@ def _root() -> Schema:
     return schema
 
 
-def _object(model: type[ApiModel], *, defaults: bool) -> Schema:
+def _object(model: type[Model], *, defaults: bool) -> Schema:
     """Schema of a model. `defaults`: whether its fields' defaults are written."""
     properties: Schema = {}
     required: list[str] = []
@@ -114,7 +117,7 @@ def _object(model: type[ApiModel], *, defaults: bool) -> Schema:
     return schema
 
 
-def _fields(model: type[ApiModel]) -> Iterator[tuple[str, FieldInfo, Schema]]:
+def _fields(model: type[Model]) -> Iterator[tuple[str, FieldInfo, Schema]]:
     """Fields of a model: name on the wire, definition, pydantic's schema with enums written out."""
     whole = model.model_json_schema(by_alias=True)
     for key, field in model.model_fields.items():
@@ -130,7 +133,7 @@ def _field(field: FieldInfo, leaf: Schema, *, defaults: bool) -> Schema:
     description = {"description": field.description}
     extensions = {key: value for key, value in leaf.items() if key.startswith("x-kubernetes-")}
     if _is_model(inner):
-        schema = _object(cast(type[ApiModel], inner), defaults=defaults) | description
+        schema = _object(cast(type[Model], inner), defaults=defaults) | description
     elif get_origin(inner) is list and _is_model(get_args(inner)[0]):
         items = _object(get_args(inner)[0], defaults=defaults)
         schema = {"type": "array", **description, **_bounds(leaf), "items": items, **extensions}
@@ -174,7 +177,7 @@ def _default(field: FieldInfo, inner: Any) -> Any:
 
 
 def _is_model(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, ApiModel)
+    return isinstance(annotation, type) and issubclass(annotation, ApiModel | StatusModel)
 
 
 if __name__ == "__main__":

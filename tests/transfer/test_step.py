@@ -182,7 +182,7 @@ def test_restarted_sender_goes_on_after_the_last_step(make_config, start) -> Non
         assert first.step().step == step
     receiver.until("step", 2)
     # As a crash would: the socket goes without a goodbye.
-    first._peers.clear()
+    first._lobby.peers.clear()
     first.close()
     want = change(weights, 9)
     with Sender(weights, config=config) as second:

@@ -230,10 +230,15 @@ class _Flow:
 
         Ends at the deadline at the latest, which every broadcast carries; others' connections mostly close before.
         """
-        for work, _, _ in self._under_way:
+        while self._under_way:
             with contextlib.suppress(RuntimeError):
-                work.wait()
+                self._under_way.popleft()[0].wait()
+
+    def abandon(self, error: BaseException) -> None:
+        """After a failure: lets go of every broadcast. One that is still held, also by the error's own frames, keeps
+        the group's connections open, and the others would wait for this member to their deadline."""
         self._under_way.clear()
+        traceback.clear_frames(error.__traceback__)
 
     def _finish_oldest(self) -> None:
         work, _, then = self._under_way[0]
@@ -342,9 +347,10 @@ class GlooSender(SenderTransport):
                     flow.free("gathered")  # the next gathering writes where this one lies
                     self._move_gathered(flow, op, self.plan.gather([piece.tensor for piece in op.pieces]))
             flow.drain()
-        except BaseException:
+        except BaseException as error:
             self.needs_regroup = True
             self._drop_group()
+            flow.abandon(error)
             raise
 
     def _move(self, flow: _Flow, op: Op) -> None:
@@ -474,10 +480,11 @@ class GlooReceiver(ReceiverTransport):
             else:
                 self._receive_in_place(flow)
             flow.drain()
-        except BaseException:
+        except BaseException as error:
             # Closing first ends what waits for this member, and with it what this one waits for.
             self._drop_group()
             flow.settle()
+            flow.abandon(error)
             raise
 
     def _receive_in_place(self, flow: _Flow) -> None:

@@ -1,0 +1,190 @@
+"""Where receivers join: hello, an offer of memory, the self-test, admission; and where they leave.
+
+Joining maps and unmaps memory, which must not happen while a stream of this process may wait: what comes within a step
+is put off until after it (`defer`, `catch_up`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+
+from weightsync_api.agent_config import AgentConfig
+from weightsync_api.reports import AgentState
+from weightsync_api.v1alpha1.spec import TransferMode
+
+from . import protocol
+from .errors import FallBack, Refused, SelfTestFailed
+from .identity import is_gone
+from .manifest import Manifest
+from .peers import Peer
+from .transport.base import SenderTransport
+
+log = logging.getLogger("weightsync.sender")
+
+OF_JOINING = (protocol.Hello, protocol.Joined, protocol.Differs)
+
+Send = Callable[[bytes, protocol.Message], bool]
+"""To a ZeroMQ address; False when its connection is gone."""
+
+
+class Lobby:
+    """The book of receivers, by rank. A receiver that left keeps its place, with the reason, until it returns."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        session: str,
+        manifest: Manifest,
+        transport: SenderTransport,
+        send: Send,
+        errors: Counter[str],
+    ) -> None:
+        self.peers: dict[int, Peer] = {}
+        self.in_step = False
+        self._config = config
+        self._session = session
+        self._manifest = manifest
+        self._transport = transport
+        self._send = send
+        self._errors = errors
+        self._addresses: dict[bytes, Peer] = {}
+        self._later: list[tuple[bytes, protocol.FromReceiver]] = []
+        self._leaving: list[Peer] = []
+
+    def at(self, address: bytes) -> Peer | None:
+        """Who speaks from this address."""
+        return self._addresses.get(address)
+
+    def present(self) -> list[Peer]:
+        """Those that joined and were not lost, by rank."""
+        return [self.peers[rank] for rank in sorted(self.peers) if self.peers[rank].joined]
+
+    def missing(self) -> dict[int, str]:
+        """Why each of the expected ranks is not there."""
+        found = {}
+        for rank in range(1, self._config.receivers + 1):
+            peer = self.peers.get(rank)
+            if peer is None or not peer.joined:
+                found[rank] = (peer.message or str(peer.state)) if peer else "it never said hello"
+        return found
+
+    def waits_for(self) -> bool:
+        """Whether an expected receiver may still join; one that was refused may not, until its process is another."""
+        refused = {rank for rank, peer in self.peers.items() if peer.state == AgentState.REFUSED}
+        return bool(set(self.missing()) - refused) or not (self.peers or self._config.receivers == 0)
+
+    def take(self, address: bytes, message: protocol.FromReceiver, step: int) -> None:
+        """A word of joining. `step`: the sender's last."""
+        if self.in_step:
+            self._later.append((address, message))
+            return
+        if isinstance(message, protocol.Hello):
+            self._hello(address, message)
+            return
+        peer = self.at(address)
+        if peer is None:
+            self._errors["protocol"] += 1
+            self._send(address, protocol.Error(cause=f"{message.kind} before Hello: say Hello first"))
+        elif isinstance(message, protocol.Joined):
+            self._joined(peer, message, step)
+        elif isinstance(message, protocol.Differs):
+            peer.state, peer.message = AgentState.REFUSED, message.differences
+            log.error("%s does not fit: %s", peer.label, message.differences)
+
+    def catch_up(self, step: int) -> None:
+        """After a step: what was put off within it."""
+        leaving, self._leaving = self._leaving, []
+        for peer in leaving:
+            self.forget(peer)
+        later, self._later = self._later, []
+        for address, message in later:
+            self.take(address, message, step)
+
+    def forget(self, peer: Peer) -> None:
+        """Takes back what was exported to a receiver that left."""
+        self._addresses.pop(peer.address, None)
+        if self.in_step:
+            self._leaving.append(peer)
+            return
+        stranded = self._transport.forget(peer.rank, is_gone(peer.identity))
+        if stranded:
+            log.warning("%s left %d bytes stranded: they come back when this process ends", peer.label, stranded)
+
+    def _hello(self, address: bytes, hello: protocol.Hello) -> None:
+        try:
+            peer = self._enlist(address, hello)
+            self._welcome(peer, hello.manifest_hash)
+        except Refused as refusal:
+            self._errors["refused"] += 1
+            log.warning("rank %d of pod %s is refused: %s", hello.identity.rank, hello.identity.pod, refusal)
+            self._send(address, protocol.Refuse(reason=str(refusal)))
+            if (known := self._addresses.get(address)) is not None:
+                known.state, known.message = AgentState.REFUSED, str(refusal)
+
+    def _enlist(self, address: bytes, hello: protocol.Hello) -> Peer:
+        config, rank = self._config, hello.identity.rank
+        if hello.protocol != protocol.PROTOCOL_VERSION:
+            raise Refused(
+                f"the sender speaks protocol {protocol.PROTOCOL_VERSION}, the receiver {hello.protocol}: "
+                "run the same weightsync version on both sides"
+            )
+        if (hello.namespace, hello.name) != (config.namespace, config.name):
+            raise Refused(
+                f"this is the sender of WeightSync {config.namespace}/{config.name}, "
+                f"not of {hello.namespace}/{hello.name}"
+            )
+        if rank < 1:
+            raise Refused("rank 0 is the sender's: a receiver's WEIGHTSYNC_RANK is 1 or more")
+        old = self.peers.get(rank)
+        if old is not None and old.address != address and old.joined and self._send(old.address, protocol.Ping()):
+            raise Refused(f"rank {rank} is taken by pod {old.identity.pod}, process {old.identity.pid}, which is alive")
+        if old is not None:
+            self.forget(old)
+        peer = Peer(address, hello.identity, step=hello.step)
+        self.peers[rank] = self._addresses[address] = peer
+        return peer
+
+    def _welcome(self, peer: Peer, known_hash: str) -> None:
+        """Offers memory to a receiver. One that can't map the sender's own puts everybody on staging buckets."""
+        transport = self._transport
+        try:
+            offer = transport.offer(peer.identity)
+        except FallBack as reason:
+            if self._config.mode == TransferMode.DIRECT:
+                raise Refused(f"transfer.mode is Direct, and {reason}") from None
+            log.warning("%s can't take part in Direct mode, so all go on in Packed mode: %s", peer.label, reason)
+            transport.fall_back(str(reason))
+            for other in self.present():
+                if other is not peer:
+                    self._welcome(other, self._manifest.hash)
+            offer = transport.offer(peer.identity)
+        self._send(
+            peer.address,
+            protocol.Welcome(
+                protocol=protocol.PROTOCOL_VERSION,
+                session=self._session,
+                transport=transport.kind,
+                mode=transport.plan.mode,
+                manifest_hash=self._manifest.hash,
+                manifest=None if known_hash == self._manifest.hash else self._manifest,
+                bucket_bytes=transport.plan.bucket_bytes,
+                slots=transport.plan.slots,
+                offer=offer,
+            ),
+        )
+        peer.state = AgentState.STARTING
+
+    def _joined(self, peer: Peer, joined: protocol.Joined, step: int) -> None:
+        try:
+            self._transport.check_join(peer.rank, joined)
+        except SelfTestFailed as failure:
+            peer.state, peer.message = AgentState.REFUSED, str(failure)
+            self._errors["refused"] += 1
+            log.warning("%s failed the self-test: %s", peer.label, failure)
+            self._send(peer.address, protocol.Refuse(reason=str(failure)))
+        else:
+            peer.state, peer.message = AgentState.JOINED, ""
+            self._send(peer.address, protocol.Admitted(step=step))
+            log.info("%s joined over %s", peer.label, joined.route)
