@@ -112,7 +112,9 @@ def commands_from_env(env: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
         for role, argv in found.items()
     )
     if not ok:
-        raise ConfigError(f'{ENV_COMMANDS} is {text[:200]!r}: write JSON such as {{"sender": ["python", "trainer.py"]}}')
+        raise ConfigError(
+            f'{ENV_COMMANDS} is {text[:200]!r}: write JSON such as {{"sender": ["python", "trainer.py"]}}'
+        )
     return {role: tuple(argv) for role, argv in found.items()}
 
 

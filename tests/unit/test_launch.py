@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from weightsync_agent.errors import ConfigError
-from weightsync_agent.launch import Placed, agents_from_env
+from weightsync_agent.launch import Placed, agents_from_env, commands_from_env, expand
 
 WAIT_SECONDS = 60
 
@@ -58,6 +58,21 @@ def test_each_agent_sees_its_own_gpu_of_those_that_the_container_has() -> None:
         agent.environment(1, "GPU-a")
 
 
+def test_a_role_can_have_a_program_of_its_own() -> None:
+    text = '{"sender": ["python", "trainer.py"]}'
+    assert commands_from_env({"WEIGHTSYNC_COMMANDS": text}) == {"sender": ("python", "trainer.py")}
+    assert commands_from_env({}) == {}
+    for bad in ("trainer.py", "[]", '{"trainer": ["x"]}', '{"sender": []}', '{"sender": [1]}', '{"sender": "x"}'):
+        with pytest.raises(ConfigError, match="WEIGHTSYNC_COMMANDS is"):
+            commands_from_env({"WEIGHTSYNC_COMMANDS": bad})
+
+
+def test_a_program_s_words_are_expanded_as_in_a_container_s_command() -> None:
+    assert expand("--rank=$(WEIGHTSYNC_RANK) $(NONE) $$(X) $HOME", {"WEIGHTSYNC_RANK": "3"}) == (
+        "--rank=3 $(NONE) $(X) $HOME"
+    )
+
+
 # --- processes ------------------------------------------------------------------------------------------------------
 
 
@@ -97,6 +112,21 @@ def test_each_agent_gets_its_place_by_environment_and_all_done_is_0(tmp_path: Pa
     assert process.wait(WAIT_SECONDS) == 0
     assert (tmp_path / "sender").read_text() == "0 0 0\n"
     assert (tmp_path / "receiver").read_text() == "1 1 1\n"
+
+
+def test_the_sender_and_the_receivers_of_one_container_run_their_own_programs(tmp_path: Path) -> None:
+    write = '["sh", "-c", "echo {} $(WEIGHTSYNC_RANK) $WEIGHTSYNC_HTTP_OFFSET > $WEIGHTSYNC_ROLE"]'
+    commands = f'{{"sender": {write.format("trainer")}, "receiver": {write.format("engine")}}}'
+    env = {
+        **os.environ,
+        "WEIGHTSYNC_AGENTS": "sender:0,receiver:1",
+        "WEIGHTSYNC_COMMANDS": commands,
+        "WEIGHTSYNC_HTTP_OFFSET": "4",
+    }
+    command = [sys.executable, "-m", "weightsync_agent.main", "launch"]
+    assert subprocess.run(command, env=env, cwd=tmp_path, timeout=WAIT_SECONDS).returncode == 0
+    assert (tmp_path / "sender").read_text() == "trainer 0 4\n"
+    assert (tmp_path / "receiver").read_text() == "engine 1 5\n"
 
 
 def test_an_agent_that_fails_ends_the_others_and_gives_its_code(tmp_path: Path) -> None:
