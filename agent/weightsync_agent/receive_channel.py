@@ -16,10 +16,15 @@ class ReceiverStepChannel:
 
     Args:
         take: waits up to so many seconds for one message; None when none came. Raises Closed when the sender is gone.
+        started: called once, by `started`.
     """
 
     def __init__(
-        self, begin: Begin, post: Callable[[Message], object], take: Callable[[float], FromSender | None]
+        self,
+        begin: Begin,
+        post: Callable[[Message], object],
+        take: Callable[[float], FromSender | None],
+        started: Callable[[], None],
     ) -> None:
         self.step = begin.step
         self.verify = begin.verify
@@ -29,8 +34,15 @@ class ReceiverStepChannel:
         """The bucket at work, for errors."""
         self._post = post
         self._take = take
+        self._started: Callable[[], None] | None = started
         self._slots: dict[int, int] = {}
         self._commit: Commit | None = Commit(step=begin.step, digests=begin.digests) if begin.whole else None
+
+    def started(self) -> None:
+        """Runs what has to run once a step and may overlap its copies. Again: nothing."""
+        started, self._started = self._started, None
+        if started is not None:
+            started()
 
     def wait_bucket(self, bucket: int) -> int:
         self.bucket = bucket

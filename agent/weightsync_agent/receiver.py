@@ -319,13 +319,13 @@ class Receiver:
             self._post(protocol.Error(step=begin.step, cause="it has not joined with this manifest: say Hello again"))
             return None
         began = time.perf_counter()
-        channel = ReceiverStepChannel(begin, self._post, self._take)
-        self._meter.before()
+        channel = ReceiverStepChannel(begin, self._post, self._take, self._meter.before)
         # From here on bytes land: whatever happens, the weights are mixed until the step is whole.
         self._state, self._message = AgentState.TAINTED, f"step {begin.step} is on its way"
         self._in_step = True
         try:
             transport.receive(channel)
+            channel.started()
             commit = channel.wait_commit()
             if begin.verify:
                 self._verify(transport, commit)

@@ -7,10 +7,12 @@ service thread that admits receivers as they come. Reports are published whole, 
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, Self
@@ -41,6 +43,10 @@ from .sources.module import Gatherer, Weights, gatherer_for
 from .step_log import StepLog
 from .transport import Arena, make_arena, sender_transport
 from .transport.base import SendPlan
+
+SPIN_SECONDS = 0.002
+SPINS = (os.cpu_count() or 1) >= 4
+"""Whether a core can be spared for waiting: the trainer's thread does nothing else within a step."""
 
 log = logging.getLogger("weightsync.sender")
 
@@ -191,7 +197,8 @@ class Sender:
         deadline = Deadline(self.config.step_timeout_seconds)
         channel = StepChannel(self._step, members, deadline, self._post, self._poll)
         started_at, began = datetime.now(UTC), time.perf_counter()
-        self._meter.before()
+        if not self._transport.whole:
+            self._meter.before()
         self._channel, self._lobby.in_step = channel, True
         try:
             self._carry(channel)
@@ -244,7 +251,9 @@ class Sender:
                 timeout_seconds=max(channel.deadline.remaining, 0.001),
             )
         )
-        if not transport.whole:
+        if transport.whole:
+            self._meter.before()  # while the receivers copy; nothing was allocated since the step began
+        else:
             transport.send(channel)
             channel.post(protocol.Commit(step=step, digests=transport.digests() if verify else b""))
         channel.committed_at = time.perf_counter()
@@ -369,6 +378,14 @@ class Sender:
 
     def _poll(self, timeout: float) -> None:
         """Waits up to `timeout` seconds for a message and takes in all that are there."""
+        if timeout > 0 and self._channel is not None and SPINS:
+            # Waking a thread that sleeps takes longer than all else that a step costs beyond its copies.
+            spin_until = time.perf_counter() + min(timeout, SPIN_SECONDS)
+            while time.perf_counter() < spin_until:
+                with suppress(zmq.Again):
+                    self._take(self._socket.recv_multipart(zmq.NOBLOCK))
+                    self._take_all()
+                    return
         if timeout <= 0 or self._socket.poll(max(1, round(timeout * 1000))):
             self._take_all()
 

@@ -109,6 +109,10 @@ class ReceiveChannel(Protocol):
     """Whether `digests` will be asked for after this step."""
     deadline: Deadline
 
+    def started(self) -> None:
+        """To be called once: before any memory is allocated for the step, and best while queued copies run."""
+        ...
+
     def wait_bucket(self, bucket: int) -> int:
         """Waits for the sender's Bucket message and gives its slot. Raises StepTimeout, or Closed at an Abort."""
         ...

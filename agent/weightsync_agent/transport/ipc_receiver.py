@@ -183,10 +183,12 @@ class IpcReceiver(ReceiverTransport):
         # What the engine still has queued reads the old weights; it is let finish.
         self._stream.follow()
         if self._loader is not None:
+            channel.started()
             self._load(channel, self._loader)
         elif self.welcome.mode == "Direct":
             self._plans[0].run(self._stream.stream)
             self._empty()
+            channel.started()
             self._stream.stream.synchronize()
             channel.check()
         else:
@@ -212,6 +214,7 @@ class IpcReceiver(ReceiverTransport):
             self._empty()
             if len(self._plans) <= QUEUED_BUCKETS:
                 channel.queued()
+            channel.started()
             self._wait(channel, self._stream.idle)
         except BaseException:
             self._free(flags)

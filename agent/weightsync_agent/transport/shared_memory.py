@@ -255,6 +255,7 @@ class SharedMemoryReceiver(ReceiverTransport):
 
     def receive(self, channel: ReceiveChannel) -> None:
         assert self._page is not None
+        channel.started()
         data = self._memories[2:]
         if self.welcome.mode == "Direct":
             if self._plan is not None:
