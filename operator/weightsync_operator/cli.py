@@ -17,6 +17,7 @@ from weightsync_api.validation import ManifestError, read_weightsyncs
 from . import cli_show
 from .local_run import EXIT_BAD_INPUT, RunOptions, run_documents
 from .local_screen import screen_for
+from .objects import Options, render
 from .plan import ClusterAddresses, PlanDefaults, plan
 
 Manifest = click.Path(path_type=Path)
@@ -84,15 +85,23 @@ def run(file: Path, steps: int | None, timeout: float | None, output: str, verbo
 
 @main.command(name="plan")
 @click.argument("file", type=Manifest)
-def plan_command(file: Path) -> None:
-    """Print, as YAML, what FILE's WeightSyncs become on a cluster: pods, agents by rank, and their configuration.
+@click.option("--image", default=f"weightsync-agent:{version('weightsync')}", show_default=True, help="Agents' image.")
+def plan_command(file: Path, image: str) -> None:
+    """Print, as YAML, the Kubernetes objects that FILE's WeightSyncs become: StatefulSets, configuration, policies.
+
+    Needs no cluster. The Secret is without its keys, which the operator makes. What stands against a plan (a template
+    that contradicts what the agents need) is a sentence on stderr, and exit code 2.
 
     \b
     Example:
       weightsync plan examples/quickstart.yaml
     """
-    defaults = PlanDefaults(ClusterAddresses())
-    click.echo("---\n".join(cli_show.as_yaml(plan(ws, defaults)) for ws in _read(file)), nl=False)
+    found = [(ws, render(plan(ws, PlanDefaults(ClusterAddresses())), Options(image=image))) for ws in _read(file)]
+    problems = [f"{file}: {ws.metadata.name}: {problem.message}" for ws, made in found for problem in made.problems]
+    if problems:
+        click.echo("\n".join(problems), err=True)
+        sys.exit(EXIT_BAD_INPUT)
+    click.echo("---\n".join(cli_show.tree_as_yaml(tree) for _, made in found for tree in made.objects), nl=False)
 
 
 @main.command()

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
+from typing import Any
 
 import click
 import yaml
@@ -22,8 +23,24 @@ WATCH_SECONDS = 1.0
 
 def as_yaml(model: BaseModel) -> str:
     """A model as YAML, in its fields' order and camelCase."""
-    tree = model.model_dump(mode="json", by_alias=True, exclude_none=True)
-    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
+    return tree_as_yaml(model.model_dump(mode="json", by_alias=True, exclude_none=True))
+
+
+def tree_as_yaml(tree: Any) -> str:
+    """A tree of JSON values as YAML, in its own order; longer texts as blocks, and nothing as an alias."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: _Dumper, text: str) -> yaml.Node:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
 
 
 @click.command()

@@ -16,6 +16,7 @@ from weightsync_api.agent_config import AgentConfig
 from weightsync_api.base import ApiModel
 from weightsync_api.quantity import parse_bytes
 from weightsync_api.v1alpha1 import Device, Placement, Transport, WeightSync
+from weightsync_api.v1alpha1.spec import AgentSpec, Gpus, Network
 
 LABEL_NAME = "weightsync.dev/name"
 LABEL_ROLE = "weightsync.dev/role"
@@ -111,6 +112,9 @@ class Plan(PlanModel):
     selector: str = Field(description="Label selector of the pods that hold receivers.")
     pod_sets: tuple[PodSet, ...] = Field(description="Which pods.")
     config: AgentConfig = Field(description="What every agent is told.")
+    agent: AgentSpec = Field(default_factory=AgentSpec, description="The agents' container, as in the spec.")
+    gpus: Gpus = Field(default_factory=Gpus, description="How pods ask for GPUs.")
+    network: Network = Field(default_factory=Network, description="How pods reach each other.")
 
     @property
     def key(self) -> Key:
@@ -252,6 +256,9 @@ def plan(ws: WeightSync, defaults: PlanDefaults) -> Plan:
         selector=f"{LABEL_NAME}={key.name},{LABEL_ROLE}={receiver_role}",
         pod_sets=pod_sets,
         config=config,
+        agent=spec.agent,
+        gpus=spec.gpus,
+        network=spec.network,
     )
 
 

@@ -11,7 +11,6 @@ from click.testing import CliRunner, Result
 from contract import BAD_MANIFEST_SENTENCES, BAD_MANIFESTS, MANIFESTS
 from weightsync_api.crd import render
 from weightsync_operator import cli
-from weightsync_operator.plan import Plan
 
 
 @pytest.fixture(autouse=True)
@@ -42,13 +41,23 @@ def test_a_file_that_is_not_there_and_10_mb_of_noise_are_sentences_too(tmp_path:
         assert str(path) in result.stderr
 
 
-def test_a_plan_is_yaml_of_every_document() -> None:
+def test_a_plan_is_the_kubernetes_objects_of_every_document() -> None:
     result = invoke("plan", str(MANIFESTS / "several.yaml"))
     assert result.exit_code == 0
-    plans = [Plan.model_validate(document) for document in yaml.safe_load_all(result.stdout)]
+    objects = list(yaml.safe_load_all(result.stdout))
     written = [document for document in yaml.safe_load_all((MANIFESTS / "several.yaml").read_text()) if document]
-    assert [made.name for made in plans] == [document["metadata"]["name"] for document in written]
-    assert all(made.config.name == made.name for made in plans)
+    sets = {tree["metadata"]["name"]: tree for tree in objects if tree["kind"] == "StatefulSet"}
+    assert list(sets) == [f"{document['metadata']['name']}-group" for document in written]
+    configs = [json.loads(tree["data"]["agent.json"]) for tree in objects if tree["kind"] == "ConfigMap"]
+    assert [config["name"] for config in configs] == [document["metadata"]["name"] for document in written]
+
+
+def test_a_plan_that_can_t_work_is_a_sentence_and_exit_code_2() -> None:
+    result = invoke("plan", str(MANIFESTS / "colocated.yaml"))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert (
+        "spec.sender.template.spec.containers[0]: source trainer: {} needs a container with a command" in result.stderr
+    )
 
 
 def test_the_crd_is_printed_as_it_is_committed() -> None:
