@@ -196,7 +196,7 @@ class AgentServer:
     async def _metrics(self, request: web.Request) -> web.Response:
         self.metrics.observe(self.agent.report())
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
-        return web.Response(body=encode(self.metrics.registry), headers={"Content-Type": content_type})
+        return web.Response(body=encode(self.metrics), headers={"Content-Type": content_type})
 
     async def _report(self, request: web.Request) -> web.Response:
         after = _whole_number(request, "after", 0)

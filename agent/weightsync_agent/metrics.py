@@ -26,7 +26,7 @@ ERROR_KINDS = ("load", "lost", "protocol", "receiver", "refused", "timeout", "tr
 """The kinds that senders and receivers count; they are there from the start, so that `rate()` sees the first error."""
 
 
-class AgentMetrics:
+class AgentMetrics(Collector):
     """One agent's metrics, in a registry of their own: a trainer's own metrics stay apart.
 
     Args:
@@ -67,6 +67,12 @@ class AgentMetrics:
         labels = {"version": known["weightsync"], "torch": known["torch"], "protocol": known["protocol"]}
         Info("weightsync_build", "Versions that this agent runs.", registry=self.registry).info(labels)
         self.registry.register(_State(report, errors))
+
+    def collect(self) -> Iterator[Metric]:
+        """What is served: without the `_created` series that the client adds, which nothing here needs."""
+        for family in self.registry.collect():
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            yield family
 
     def observe(self, report: Report) -> None:
         """Counts the report's steps, each once however often it is reported. Any thread."""
