@@ -96,6 +96,9 @@ class Quiet:
     def alive(self) -> bool:
         return True
 
+    def started(self) -> None:
+        pass
+
     def check(self) -> None:
         return
 

@@ -325,7 +325,6 @@ class Receiver:
         self._in_step = True
         try:
             transport.receive(channel)
-            channel.started()
             commit = channel.wait_commit()
             if begin.verify:
                 self._verify(transport, commit)

@@ -108,6 +108,9 @@ class Channel:
     def alive(self) -> bool:
         return True
 
+    def started(self) -> None:
+        pass
+
     def check(self) -> None:
         return
 

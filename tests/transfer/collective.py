@@ -84,6 +84,9 @@ class ReceiverSide:
     def wait_bucket(self, bucket: int) -> int:
         raise AssertionError("a collective waits for no Bucket")
 
+    def started(self) -> None:
+        pass
+
     def drained(self, bucket: int) -> None:
         raise AssertionError("a collective drains no slot")
 

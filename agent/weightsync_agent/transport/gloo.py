@@ -19,6 +19,7 @@ import secrets
 import socket
 import threading
 import time
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -473,6 +474,7 @@ class GlooReceiver(ReceiverTransport):
     def receive(self, channel: ReceiveChannel) -> None:
         if self._group is None:
             raise TransportError("gloo: this receiver is in no group")
+        channel.started()
         flow = _Flow(self._group, channel.deadline, channel.check)
         try:
             if self._handover is not None:

@@ -345,6 +345,7 @@ class NcclReceiver(ReceiverTransport):
         return Regrouped(epoch=regroup.epoch, route=route)
 
     def receive(self, channel: ReceiveChannel) -> None:
+        channel.started()
         try:
             with torch.cuda.device(self.device):
                 communicator, watch = self._end.begin(channel.deadline, channel.check)
