@@ -179,7 +179,8 @@ def _watch(running: dict[int, Placed], signals: Iterable[int]) -> int:
         for pid, ended in _reap():
             agent = running.pop(pid, None)
             if agent is not None and ended != 0 and not ending:
-                log.error("%s (rank %d) ended with %s: the others end too", agent.role, agent.rank, _how(ended))
+                if running:
+                    log.error("%s (rank %d) ended with %s: the others end too", agent.role, agent.rank, _how(ended))
                 code, stop = ended if ended > 0 else 128 - ended, True
         if stop and not ending:
             ending, late = True, time.monotonic() + TERM_SECONDS

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,19 @@ WAIT_SECONDS = 120
 class Agent:
     """One `weightsync-agent` process and the lines of its stderr."""
 
-    def __init__(self, directory: Path, role: str, rank: int, *arguments: str, bound: bool = True, **env: str) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        role: str,
+        rank: int,
+        *arguments: str,
+        bound: bool = True,
+        under: Sequence[str] = (),
+        **env: str,
+    ) -> None:
         self.directory, self.rank = directory, rank
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "weightsync_agent.main", *arguments],
+            [*under, sys.executable, "-m", "weightsync_agent.main", *arguments],
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -129,8 +138,8 @@ def configure(directory: Path) -> Callable[..., AgentConfig]:
 def start(directory: Path) -> Iterator[Callable[..., Agent]]:
     started: list[Agent] = []
 
-    def begin(role: str, rank: int, *arguments: str, bound: bool = True, **env: str) -> Agent:
-        started.append(Agent(directory, role, rank, *arguments, bound=bound, **env))
+    def begin(role: str, rank: int, *arguments: str, **options: Any) -> Agent:
+        started.append(Agent(directory, role, rank, *arguments, **options))
         return started[-1]
 
     yield begin
@@ -245,6 +254,16 @@ def test_launch_runs_a_whole_group_in_one_container_with_a_port_each(configure: 
             assert b" 200 " in connection.recv(1 << 16)
     group.term()
     assert group.ended() == 0
+
+
+def test_a_containers_first_process_runs_its_agent_as_a_child(configure: Configure, start: Start) -> None:
+    first = ("unshare", "--fork", "--pid", "--mount-proc", "--kill-child")
+    if subprocess.run([*first, "true"], capture_output=True).returncode != 0:
+        pytest.skip("this user can't make a PID namespace")
+    configure()
+    receiver, sender = start("receiver", 1), start("sender", 0, under=first, bound=False)
+    receiver.until("holds step 3")
+    assert sender.report().agents[0].pid > 1
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------
