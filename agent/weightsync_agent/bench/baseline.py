@@ -1,11 +1,16 @@
-"""What a step is measured against, in the same run: plain copies, and bare ZeroMQ round trips."""
+"""What a step is measured against, in the same run: plain copies, and bare ZeroMQ round trips.
+
+They are taken between the steps wherever the memory suffices, so that a machine that gets busier or calmer, and caches
+that a step leaves cold, show in both.
+"""
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import torch
 import zmq
@@ -19,66 +24,93 @@ from .processes import START_SECONDS, BenchError, Other
 LARGEST_COPY = 8 << 30
 """Bytes. A larger copy is taken at the rate of this one."""
 WARMUPS = 3
-ROUND_TRIPS = 2000
 ANSWER_MILLISECONDS = 10_000
 
 
-def synchronize(device: torch.device) -> None:
+Copy = Callable[[], float]
+"""Copies once and gives the seconds; holds its buffers, every page of them touched, until it is dropped."""
+
+
+def flat_copy(nbytes: int, device: torch.device) -> Copy:
+    """One `Tensor.copy_` of one buffer to another, warm."""
+    size = min(nbytes, LARGEST_COPY)
+    source = torch.empty(size, dtype=torch.uint8, device=device).fill_(1)
+    target = torch.empty(size, dtype=torch.uint8, device=device).fill_(2)
+    return _timed(lambda: target.copy_(source), device, nbytes / max(size, 1))
+
+
+def copy_times(nbytes: int, device: torch.device, repeats: int) -> list[float]:
+    """Seconds of each of so many flat copies."""
+    once = flat_copy(nbytes, device)
+    return [once() for _ in range(repeats)]
+
+
+def list_copy(manifest: Manifest, device: torch.device) -> Copy:
+    """One `torch._foreach_copy_` of all tensors, each an allocation of its own at both ends, warm."""
+    sources = list(allocate(manifest, device).values())
+    targets = list(allocate(manifest, device).values())
+    return _timed(lambda: torch._foreach_copy_(targets, sources), device, 1.0)
+
+
+def _timed(work: Callable[[], object], device: torch.device, factor: float) -> Copy:
+    def once() -> float:
+        _synchronize(device)
+        began = time.perf_counter()
+        work()
+        _synchronize(device)
+        return (time.perf_counter() - began) * factor
+
+    for _ in range(WARMUPS):
+        once()
+    return once
+
+
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def times_of(work: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
-    """Seconds of each call, after WARMUPS."""
-    times = []
-    for _ in range(WARMUPS + repeats):
-        synchronize(device)
-        began = time.perf_counter()
-        work()
-        synchronize(device)
-        times.append(time.perf_counter() - began)
-    return times[WARMUPS:]
+class RoundTrips:
+    """One frame there and back between two processes: a step's sockets, a Begin's size, nothing else.
 
-
-def copy_times(nbytes: int, device: torch.device, repeats: int) -> list[float]:
-    """Seconds of one `Tensor.copy_` of so many bytes, one flat buffer to another, every page touched."""
-    size = min(nbytes, LARGEST_COPY)
-    source = torch.empty(size, dtype=torch.uint8, device=device).fill_(1)
-    target = torch.empty(size, dtype=torch.uint8, device=device).fill_(2)
-    return [seconds * nbytes / size for seconds in times_of(lambda: target.copy_(source), device, repeats)]
-
-
-def foreach_times(manifest: Manifest, device: torch.device, repeats: int) -> list[float]:
-    """Seconds of one `torch._foreach_copy_` of the whole list, each tensor an allocation of its own."""
-    sources = list(allocate(manifest, device).values())
-    targets = list(allocate(manifest, device).values())
-    return times_of(lambda: torch._foreach_copy_(targets, sources), device, repeats)
-
-
-def round_trip_seconds(directory: Path) -> float:
-    """Median of one frame there and back between two processes: a step's sockets, a Begin's size, nothing else.
-
-    Both ends wait in ZeroMQ's own blocking receive. Raises BenchError.
+    Both ends wait in ZeroMQ's own blocking receive. Raises BenchError where the other process does not answer.
     """
-    endpoint = f"ipc://{directory}/echo"
-    frame = encode(Begin(step=1, manifest_hash="0" * 64, verify=False, whole=True, timeout_seconds=600))
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = wire.bind_router(context, endpoint, "")
-    try:
-        with Other("weightsync_agent.bench.echo", [endpoint]):
-            socket.setsockopt(zmq.RCVTIMEO, round(START_SECONDS * 1000))
-            address, _ = socket.recv_multipart()
-            socket.setsockopt(zmq.RCVTIMEO, ANSWER_MILLISECONDS)
-            times = []
-            for _ in range(ROUND_TRIPS):
-                began = time.perf_counter()
-                socket.send_multipart([address, frame])
-                socket.recv_multipart()
-                times.append(time.perf_counter() - began)
-            socket.send_multipart([address, b""])
-    except zmq.Again:
-        raise BenchError("the echo process did not answer") from None
-    finally:
-        socket.close(linger=0)
-        context.term()
-    return statistics.median(times[ROUND_TRIPS // 10 :])
+
+    def __init__(self, directory: Path) -> None:
+        self.seconds: list[float] = []
+        self._frame = encode(Begin(step=1, manifest_hash="0" * 64, verify=False, whole=True, timeout_seconds=600))
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        endpoint = f"ipc://{directory}/echo"
+        self._socket = wire.bind_router(self._context, endpoint, "")
+        self._other = Other("weightsync_agent.bench.echo", [endpoint])
+        self._address = b""
+
+    def __enter__(self) -> Self:
+        try:
+            self._address = self._receive(round(START_SECONDS * 1000))
+        except BaseException:
+            self.__exit__(BenchError)
+            raise
+        return self
+
+    def take(self, repeats: int) -> None:
+        """So many round trips."""
+        for _ in range(repeats):
+            began = time.perf_counter()
+            self._socket.send_multipart([self._address, self._frame])
+            self._receive(ANSWER_MILLISECONDS)
+            self.seconds.append(time.perf_counter() - began)
+
+    def _receive(self, milliseconds: int) -> bytes:
+        self._socket.setsockopt(zmq.RCVTIMEO, milliseconds)
+        try:
+            return self._socket.recv_multipart()[0]
+        except zmq.Again:
+            raise BenchError("the echo process did not answer") from None
+
+    def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
+        if kind is None:
+            self._socket.send_multipart([self._address, b""])
+        self._other.__exit__(kind)
+        self._socket.close(linger=0)
+        self._context.term()

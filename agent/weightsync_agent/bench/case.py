@@ -23,6 +23,8 @@ from .processes import START_SECONDS, Other
 from .tasks import ReceiverReady, ReceiverTask
 
 WARMUPS = 3
+JOIN_SECONDS = 60.0
+"""The receivers' processes are up when the sender starts: only to map memory is left."""
 
 Progress = Callable[[str], None]
 
@@ -92,8 +94,11 @@ class Measured:
     route: str
 
 
-def measure(case: Case, progress: Progress) -> Measured:
-    """Runs the case. Raises BenchError, StepFailed, JoinTimeout, ConfigError; leaves no process and no memory."""
+def measure(case: Case, progress: Progress, between: Callable[[], None]) -> Measured:
+    """Runs the case. `between` is called before each measured step, for what is measured beside it.
+
+    Raises BenchError, StepFailed, JoinTimeout, ConfigError, TransportError; leaves no process and no memory.
+    """
     manifest = manifest_of(case.model)
     with tempfile.TemporaryDirectory(prefix="weightsync-bench-") as directory, ExitStack() as ends:
         config = _config(case, directory)
@@ -115,11 +120,13 @@ def measure(case: Case, progress: Progress) -> Measured:
         with Sender(weights, config=config, arena=arena) as sender:
             seconds = []
             for number in range(WARMUPS + case.steps):
+                measured = number >= WARMUPS
+                if measured:
+                    between()
                 _touch(weights, number)
                 began = time.perf_counter()
                 report = sender.step()
                 taken = time.perf_counter() - began
-                measured = number >= WARMUPS
                 if measured:
                     seconds.append(taken)
                 _note(memory, report, measured)
@@ -160,6 +167,7 @@ def _config(case: Case, directory: str) -> AgentConfig:
         bucket_bytes=case.bucket_bytes,
         slots=case.slots,
         receivers=len(case.receiver_devices),
+        join_timeout_seconds=JOIN_SECONDS,
         verify=Verify(mode=VerifyMode.DIGEST, every_steps=1 if case.verify else WARMUPS + case.steps + 1),
         bind=endpoint,
         connect=endpoint,

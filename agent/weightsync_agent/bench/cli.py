@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -68,7 +69,9 @@ class Quantity(click.ParamType[int]):
 @click.option("--steps", type=click.IntRange(1, 1_000_000), default=20, show_default=True, help="Measured steps.")
 @click.option("--device", help="The sender's: cpu, cuda or cuda:N. Default: the transport's.")
 @click.option("--receiver-device", help="All receivers'. Default: the sender's; for nccl the GPUs after it, one each.")
-@click.option("--threads", type=click.IntRange(1, 1024), help="Of torch, in each process. Default: torch's own.")
+@click.option(
+    "--threads", type=click.IntRange(1, 1024), help="Of torch, in each process. Default: the cores shared out."
+)
 @click.option("--soak", type=click.IntRange(2, 1_000_000), help="So many steps instead; tells the slope of memory.")
 @click.option(
     "--peers", is_flag=True, help="Also other projects' transfers, in the same run (see benchmarks/peers.py)."
@@ -100,8 +103,8 @@ def command(
     try:
         kind = transport or ("ipc" if torch.cuda.is_available() else "shm")
         ours, theirs = _devices(kind, device, receiver_device, receivers)
-        if threads is not None:
-            torch.set_num_threads(threads)
+        # Sender and receivers copy at the same time: with more threads than cores they would wait for one another.
+        torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // (1 + receivers)))
         chosen = models or DEFAULT_MODELS
         if output is not None and not output.resolve().parent.is_dir():
             raise ConfigError(f"--output: there is no directory {output.resolve().parent}")
@@ -133,7 +136,11 @@ def command(
     text = made.model_dump_json(indent=2)
     if output is not None:
         output.write_text(text + "\n")
-    click.echo(text if as_json else f"{made.hardware}; torch {torch.__version__}\n{table(made.rows)}")
+    if as_json:
+        click.echo(text)
+        return
+    click.echo(f"{made.hardware}; torch {torch.__version__}, {torch.get_num_threads()} thread(s) of it a process")
+    click.echo(table(made.rows))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
@@ -13,11 +13,20 @@ import torch
 from weightsync_api.bench_result import BenchResult, BenchRow
 from weightsync_api.quantity import format_bytes
 
-from . import baseline, peer_rows
+from ..manifest import Manifest
+from . import peer_rows
+from .baseline import RoundTrips, copy_times, flat_copy, list_copy
 from .case import Case, measure
 from .models import manifest_of
 from .progress import Progress
-from .rows import Baseline, against, baseline_row, result, row_of
+from .rows import SMALL_BYTES, Baseline, against, baseline_row, result, row_of
+
+TRIPS = 3
+"""Round trips before each measured step."""
+TRIPS_TO_WARM = 200
+COPIES = 8
+"""Copies of each kind before and after a large model's steps."""
+PEER_STEPS = 20
 
 
 @dataclass(frozen=True)
@@ -29,55 +38,83 @@ class Plan:
     peers: bool
 
 
+@dataclass
+class _Times:
+    """Seconds of what is measured beside a model's steps."""
+
+    copies: list[float] = field(default_factory=list)
+    lists: list[float] = field(default_factory=list)
+
+
 def run(plan: Plan, progress: Progress) -> BenchResult:
     """Measures everything. Raises WeightSyncError; SourceError and ConfigError where a case can't be."""
     if plan.peers:
         peer_rows.load()
-    device = plan.cases[0].device
-    progress.head("bare ZeroMQ round trips")
-    with tempfile.TemporaryDirectory(prefix="weightsync-bench-") as directory:
-        round_trip = baseline.round_trip_seconds(Path(directory))
     rows: list[BenchRow] = []
-    for model, group in groupby(plan.cases, lambda case: case.model):
-        rows += _of_model(model, list(group), plan, round_trip, progress)
-    return result(rows, device, peer_rows.versions() if plan.peers else {})
+    with tempfile.TemporaryDirectory(prefix="weightsync-bench-") as directory:
+        progress.head("starting the process that round trips are measured with")
+        with RoundTrips(Path(directory)) as trips:
+            trips.take(TRIPS_TO_WARM)
+            for model, group in groupby(plan.cases, lambda case: case.model):
+                trips.seconds.clear()
+                rows += _of_model(model, list(group), plan, trips, progress)
+    return result(rows, plan.cases[0].device, peer_rows.versions() if plan.peers else {})
 
 
-def _of_model(model: str, cases: list[Case], plan: Plan, round_trip: float, progress: Progress) -> list[BenchRow]:
+def _of_model(model: str, cases: list[Case], plan: Plan, trips: RoundTrips, progress: Progress) -> list[BenchRow]:
     manifest, device = manifest_of(model), cases[0].device
-    repeats = _repeats(manifest.nbytes)
-    progress.head(f"{model}, {format_bytes(manifest.nbytes)}: one copy")
-    copies = baseline.copy_times(manifest.nbytes, device, repeats)
-    foreach = baseline.foreach_times(manifest, device, repeats)
-    _give_back(device)
+    name = f"{model}, {format_bytes(manifest.nbytes)}"
+    times = _Times()
+    between = _beside(manifest, device, trips, times)
+    if manifest.nbytes > SMALL_BYTES:
+        progress.head(f"{name}: plain copies")
+        _copies(manifest, device, times)
     measured = []
     for case in cases:
-        progress.head(f"{model}: {case.transport} {case.mode.value}{', with digests' if case.verify else ''}")
-        measured.append(measure(case, progress))
+        progress.head(f"{name}: {case.transport} {case.mode.value}{', with digests' if case.verify else ''}")
+        measured.append(measure(case, progress, between))
         _give_back(device)
     peers: list[BenchRow] = []
     if plan.peers:
-        progress.head(f"{model}: peers")
-        peers = peer_rows.rows(cases[0].transport, model, device, min(cases[0].steps, 20))
+        progress.head(f"{name}: peers")
+        peers = peer_rows.rows(cases[0].transport, model, device, min(cases[0].steps, PEER_STEPS))
         _give_back(device)
-    # Again at the end: where the machine got busier or calmer meanwhile, the median of both says so least wrongly.
-    copies += baseline.copy_times(manifest.nbytes, device, repeats)
-    foreach += baseline.foreach_times(manifest, device, repeats)
-    _give_back(device)
-    base = Baseline(statistics.median(copies), statistics.median(foreach), round_trip)
+    if manifest.nbytes > SMALL_BYTES:
+        progress.head(f"{name}: plain copies again")
+        _copies(manifest, device, times)
+    base = Baseline(statistics.median(times.copies), statistics.median(times.lists), statistics.median(trips.seconds))
     ours = [row_of(case, found, base, soak=plan.soak) for case, found in zip(cases, measured, strict=True)]
     plain = [row for row, case in zip(ours, cases, strict=True) if not case.verify]
     return [
-        baseline_row(model, manifest.nbytes, 1, base.copy, base, len(copies)),
-        baseline_row(model, manifest.nbytes, len(manifest.tensors), base.foreach, base, len(foreach)),
+        baseline_row(model, manifest.nbytes, 1, base.copy, base, len(times.copies)),
+        baseline_row(model, manifest.nbytes, len(manifest.tensors), base.foreach, base, len(times.lists)),
         *ours,
         *(against(row, plain, base.copy) for row in peers),
     ]
 
 
-def _repeats(nbytes: int) -> int:
-    """As many copies as take some seconds on a slow machine, and no fewer than 6."""
-    return min(200, max(6, (16 << 30) // max(nbytes, 1)))
+def _beside(manifest: Manifest, device: torch.device, trips: RoundTrips, times: _Times) -> Callable[[], None]:
+    """What is called before each step: round trips, and where there is room for them, copies."""
+    if manifest.nbytes > SMALL_BYTES:
+        return lambda: trips.take(TRIPS)
+    flat, many = flat_copy(manifest.nbytes, device), list_copy(manifest, device)
+
+    def between() -> None:
+        times.copies.append(flat())
+        times.lists.append(many())
+        trips.take(TRIPS)
+
+    return between
+
+
+def _copies(manifest: Manifest, device: torch.device, times: _Times) -> None:
+    """Copies before all steps and after them: the median of both is least wrong about a machine that changed."""
+    times.copies += copy_times(manifest.nbytes, device, COPIES)
+    _give_back(device)
+    many = list_copy(manifest, device)
+    times.lists += [many() for _ in range(COPIES)]
+    del many
+    _give_back(device)
 
 
 def _give_back(device: torch.device) -> None:
