@@ -1,11 +1,11 @@
 """The control wire: every message is one ZeroMQ frame of JSON, validated by a model of this module. Never pickle.
 
-Receiver -> sender: Hello, Differs, Joined, Regrouped, Queued, Drained, Ack, Error, Bye.
+Receiver -> sender: Hello, Differs, Joined, Regrouped, Drained, Ack, Error, Bye.
 Sender -> receiver: Welcome, Refuse, Admitted, Regroup, Begin, Bucket, Commit, Abort, Ping, Bye.
 
 Join:   Hello -> Welcome (or Refuse) -> Joined (or Differs) -> Admitted (or Refuse)
 Group:  Regroup -> Regrouped, before a step, whenever the members of a collective transport changed
-Step:   Begin -> [Bucket -> Drained]* or [Queued] -> Commit -> Ack | Error; with `whole` set, Begin is the Commit too
+Step:   Begin -> [Bucket -> Drained]* -> Commit -> Ack | Error; with `whole` set, Begin is the Commit too
 """
 
 from __future__ import annotations
@@ -129,9 +129,7 @@ class Joined(Message):
     kind: Literal["Joined"] = "Joined"
     route: str = Field(max_length=64)
     self_test: str = Field(default="", max_length=64, description="digest that it read in the self-test, hexadecimal")
-    queues: bool = Field(
-        default=False, description="it can queue a whole step on its GPU's stream at once, ordered by flags (Packed)"
-    )
+    queues: bool = Field(default=False, description="it queues buckets on its GPU's stream, ordered by flags (Packed)")
 
 
 class Admitted(Message):
@@ -171,13 +169,6 @@ class Bucket(Message):
     step: int
     bucket: int = Field(ge=0)
     slot: int = Field(ge=0)
-
-
-class Queued(Message):
-    """All of this receiver's part of the step is on its stream: from here on flags order both sides."""
-
-    kind: Literal["Queued"] = "Queued"
-    step: int
 
 
 class Drained(Message):
@@ -224,7 +215,7 @@ class Bye(Message):
     reason: str = Field(default="", max_length=4096)
 
 
-FromReceiver = Hello | Differs | Joined | Regrouped | Queued | Drained | Ack | Error | Bye
+FromReceiver = Hello | Differs | Joined | Regrouped | Drained | Ack | Error | Bye
 FromSender = Welcome | Refuse | Admitted | Regroup | Begin | Bucket | Commit | Abort | Ping | Bye
 
 T = TypeVar("T")

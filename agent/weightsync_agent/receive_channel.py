@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from .deadline import Deadline
 from .errors import Closed, StepTimeout
-from .protocol import Abort, Begin, Bucket, Commit, Drained, FromSender, Message, Queued
+from .protocol import Abort, Begin, Bucket, Commit, Drained, FromSender, Message
 
 CHECK_SECONDS = 0.1
 
@@ -56,9 +56,6 @@ class ReceiverStepChannel:
         while self._commit is None:
             self._wait_message("the commit")
         return self._commit
-
-    def queued(self) -> None:
-        self._post(Queued(step=self.step))
 
     def drained(self, bucket: int) -> None:
         self._post(Drained(step=self.step, bucket=bucket))

@@ -14,7 +14,7 @@ from weightsync_api.reports import AgentState, ReceiverStep
 from .deadline import Deadline
 from .errors import StepTimeout, TransportError
 from .peers import Peer
-from .protocol import Ack, Drained, Error, FromReceiver, Message, Ping, Queued, Regrouped
+from .protocol import Ack, Drained, Error, FromReceiver, Message, Ping, Regrouped
 
 CHECK_SECONDS = 0.1
 """How often a silent receiver's connection is tried within a step."""
@@ -44,7 +44,6 @@ class StepChannel:
         self._poll = poll
         self._drained = dict.fromkeys(self.members, -1)
         self._regrouped: dict[int, int] = {}
-        self._queued: set[int] = set()
         self._checked_at = time.monotonic()
 
     @property
@@ -79,14 +78,6 @@ class StepChannel:
         self._poll(0)
         self._check_connections()
         return not self.failed
-
-    def wait_queued(self) -> None:
-        self.wait(
-            lambda: all(rank in self._queued for rank in self.ranks),
-            self.deadline,
-            lambda: [rank for rank in self.ranks if rank not in self._queued],
-            "queued on its stream",
-        )
 
     def wait_regrouped(self, epoch: int, deadline: Deadline) -> None:
         """Raises StepTimeout unless every member is in the new group by the deadline."""
@@ -128,11 +119,9 @@ class StepChannel:
         if isinstance(message, Regrouped):
             self._regrouped[rank] = message.epoch
             return True
-        if not isinstance(message, Ack | Drained | Queued | Error) or message.step != self.step:
+        if not isinstance(message, Ack | Drained | Error) or message.step != self.step:
             return False
-        if isinstance(message, Queued):
-            self._queued.add(rank)
-        elif isinstance(message, Drained):
+        if isinstance(message, Drained):
             self._drained[rank] = max(self._drained[rank], message.bucket)
         elif isinstance(message, Ack):
             if rank in self.acks or rank in self.failed:

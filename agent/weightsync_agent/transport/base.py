@@ -92,10 +92,6 @@ class SendChannel(Protocol):
         """
         ...
 
-    def wait_queued(self) -> None:
-        """Until every receiver in the step has said Queued. Raises StepTimeout at the deadline."""
-        ...
-
     def alive(self) -> bool:
         """Takes in what is there, without waiting; False once a receiver left this step. For polling loops."""
         ...
@@ -119,10 +115,6 @@ class ReceiveChannel(Protocol):
 
     flag_base: int
     """Begin's."""
-
-    def queued(self) -> None:
-        """Tells the sender that all of this end's part is on its stream."""
-        ...
 
     def drained(self, bucket: int) -> None:
         """Tells the sender that the bucket's slot is free."""

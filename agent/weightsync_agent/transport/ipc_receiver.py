@@ -29,7 +29,15 @@ from ..protocol import Joined, Offer, Region, Welcome
 from ..targets import Target
 from .base import ReceiveChannel, ReceiverTransport
 from .descriptors import fetch_descriptors
-from .ipc_sender import DRAINED_WORD, FILLED_WORD, FIRST_EXPORT_WORD, QUEUED_BUCKETS, STEP_WORD
+from .ipc_sender import (
+    DRAINED_WORD,
+    FILLED_WORD,
+    FIRST_EXPORT_WORD,
+    QUEUED_BUCKETS,
+    SENT_WORD,
+    STEP_WORD,
+    TAKEN_WORD,
+)
 from .staging import Loader
 from .stand_ins import StandIns
 from .waiting import Waiter
@@ -198,23 +206,20 @@ class IpcReceiver(ReceiverTransport):
             raise Closed(f"step {channel.step} was broken off by the sender while its bytes were copied")
 
     def _queue(self, channel: ReceiveChannel) -> None:
-        """All of the step on the stream at once; flags order it against the sender's."""
+        """The step on the stream, each bucket as soon as the sender has queued it; flags order the two streams."""
         assert self._flags is not None
         stream, flags, base = self._stream.stream, self._flags, channel.flag_base
         try:
+            channel.started()
             for bucket, plan in enumerate(self._plans):
-                if bucket == QUEUED_BUCKETS:
-                    channel.queued()
                 if bucket >= QUEUED_BUCKETS:
-                    need = base + bucket - QUEUED_BUCKETS + 1
-                    self._wait(channel, lambda need=need: flags.load(DRAINED_WORD) >= need)
+                    self._wait_word(channel, flags, DRAINED_WORD, base + bucket - QUEUED_BUCKETS + 1)
+                self._wait_word(channel, flags, SENT_WORD, base + bucket + 1)
                 flags.wait_geq(stream, FILLED_WORD, base + bucket + 1)
                 plan.run(stream)
                 flags.write(stream, DRAINED_WORD, base + bucket + 1)
+                flags.store(TAKEN_WORD, base + bucket + 1)
             self._empty()
-            if len(self._plans) <= QUEUED_BUCKETS:
-                channel.queued()
-            channel.started()
             self._wait(channel, self._stream.idle)
         except BaseException:
             self._free(flags)
@@ -235,7 +240,7 @@ class IpcReceiver(ReceiverTransport):
         assert self._flags is not None
         flags, base = self._flags, channel.flag_base
         for bucket in range(len(self._layout.buckets)):
-            self._wait(channel, lambda need=base + bucket + 1: flags.load(FILLED_WORD) >= need)
+            self._wait_word(channel, flags, FILLED_WORD, base + bucket + 1)
             memory = self._data[bucket % len(self._data)]
             if self._near:
                 loader.load_bucket(bucket, memory.tensor, memory.views_alive, channel.verify)
@@ -251,6 +256,10 @@ class IpcReceiver(ReceiverTransport):
         runs = [(memory.pointer, staged.data_ptr(), nbytes)]
         DeviceCopyPlan(runs, self._device, grid_limit=NVLINK_GRID).run()
         return staged
+
+    def _wait_word(self, channel: ReceiveChannel, flags: FlagPage, word: int, value: int) -> None:
+        if flags.load(word) < value:
+            self._wait(channel, lambda: flags.load(word) >= value)
 
     def _wait(self, channel: ReceiveChannel, done: object) -> None:
         assert callable(done)

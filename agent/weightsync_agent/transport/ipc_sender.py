@@ -2,8 +2,12 @@
 
 Direct: receivers map the weights themselves, by descriptor where they lie in an arena, by torch's handles where torch's
 allocator owns them; a step is a fence here and one copy plan there. Packed: through reused slots in driver memory,
-handed over by flags in shared host memory, so that no host code stands between two buckets (see cuda/flags.py, whose
-three rules shape `send`: what needs no waiting is queued before Begin, waits only once every receiver has queued).
+handed over by flags in shared host memory, so that no host code stands between two buckets.
+
+The second rule of cuda/flags.py shapes `send`: a wait is queued only once the write that ends it is queued at the peer.
+Two more words, plain stores of the hosts, say how far each has queued: the sender's SENT_WORD, the receiver's
+TAKEN_WORD. So both hosts run through all buckets at once, and whatever else blocks one of them (another thread's
+allocation), what is queued already comes to its end by itself.
 """
 
 from __future__ import annotations
@@ -41,8 +45,9 @@ STEP_WORD = 0
 FIRST_EXPORT_WORD = 1
 """The control page's words, as in shared_memory.py."""
 
-FILLED_WORD, DRAINED_WORD = 0, 16
-"""The flag page's words: buckets that the sender has filled, and that the receiver has drained, counted on for ever."""
+FILLED_WORD, DRAINED_WORD, SENT_WORD, TAKEN_WORD = 0, 16, 32, 48
+"""The flag page's words, each a count of buckets that goes on from step to step: filled by the sender's stream, drained
+by the receiver's; queued by the sender's host, and by the receiver's."""
 
 
 QUEUED_BUCKETS = 64
@@ -274,8 +279,8 @@ class IpcSender(SenderTransport):
             self.flag_base = 0
         for export in self._exports.values():
             if export.flags is not None:
-                export.flags.store(FILLED_WORD, self.flag_base)
-                export.flags.store(DRAINED_WORD, self.flag_base)
+                for word in (FILLED_WORD, DRAINED_WORD, SENT_WORD, TAKEN_WORD):
+                    export.flags.store(word, self.flag_base)
 
     def digests(self) -> bytes:
         if self._stand_ins is None or self._converts:
@@ -301,22 +306,20 @@ class IpcSender(SenderTransport):
             if self._stand_ins is not None:
                 with torch.cuda.stream(self._stream.stream):
                     self._stand_ins.fill()
-            for bucket in range(min(slots, count)):
-                self._fill(bucket, base, pages, channel.verify, digests)
             by_flags = self._stand_ins is not None and all(self._exports[rank].queues for rank in channel.ranks)
-            if by_flags:
-                channel.wait_queued()
-            for bucket in range(slots, count):
+            for bucket in range(count):
+                free = base + bucket - slots + 1  # what must be drained before this bucket's slot is
                 if bucket >= QUEUED_BUCKETS:
-                    self._wait_drained(channel, pages, base + bucket - QUEUED_BUCKETS + 1)
-                if by_flags:
+                    self._wait_word(channel, pages, DRAINED_WORD, base + bucket - QUEUED_BUCKETS + 1)
+                if bucket >= slots and by_flags:
+                    self._wait_word(channel, pages, TAKEN_WORD, free)
                     for page in pages.values():
-                        page.wait_geq(self._stream.stream, DRAINED_WORD, base + bucket - slots + 1)
-                else:
-                    self._wait_drained(channel, pages, base + bucket - slots + 1)
+                        page.wait_geq(self._stream.stream, DRAINED_WORD, free)
+                elif bucket >= slots:
+                    self._wait_word(channel, pages, DRAINED_WORD, free)
                 self._fill(bucket, base, pages, channel.verify, digests)
             self._wait_stream(channel, pages)
-            self._wait_drained(channel, pages, base + count)
+            self._wait_word(channel, pages, DRAINED_WORD, base + count)
         except BaseException:
             self._release(pages)
             raise
@@ -338,6 +341,7 @@ class IpcSender(SenderTransport):
             self._digest_bucket(bucket, digests)
         for page in pages.values():
             page.write(self._stream.stream, FILLED_WORD, base + bucket + 1)
+            page.store(SENT_WORD, base + bucket + 1)
 
     def _pack_gathered(self, bucket: int) -> None:
         """FSDP's shards: gathered by torch, on the caller's stream, tensor by tensor."""
@@ -378,9 +382,10 @@ class IpcSender(SenderTransport):
             self._look(channel, pages)
             waiter.pause()
 
-    def _wait_drained(self, channel: SendChannel, pages: dict[int, FlagPage], value: int) -> None:
+    def _wait_word(self, channel: SendChannel, pages: dict[int, FlagPage], word: int, value: int) -> None:
+        """Until every receiver's word is at least `value`. No stream waits here, only this thread."""
         waiter = Waiter()
-        while any(page.load(DRAINED_WORD) < value for page in pages.values()):
+        while any(page.load(word) < value for page in pages.values()):
             self._look(channel, pages)
             waiter.pause()
 
@@ -390,7 +395,8 @@ class IpcSender(SenderTransport):
         for rank in list(pages):
             if rank not in channel.ranks:
                 # A plain store: a driver call might be the very thing that is blocked.
-                pages.pop(rank).store(DRAINED_WORD, RELEASED)
+                page = pages.pop(rank)
+                page.store(DRAINED_WORD, RELEASED)
         if not pages:
             raise TransportError(f"step {channel.step}: every receiver left it")
         if channel.deadline.passed:
