@@ -23,6 +23,7 @@ from .processes import START_SECONDS, BenchError, Other
 
 LARGEST_COPY = 8 << 30
 """Bytes. A larger copy is taken at the rate of this one."""
+LARGEST_LIST = 24 << 30
 WARMUPS = 3
 ANSWER_MILLISECONDS = 10_000
 
@@ -46,10 +47,24 @@ def copy_times(nbytes: int, device: torch.device, repeats: int) -> list[float]:
 
 
 def list_copy(manifest: Manifest, device: torch.device) -> Copy:
-    """One `torch._foreach_copy_` of all tensors, each an allocation of its own at both ends, warm."""
-    sources = list(allocate(manifest, device).values())
-    targets = list(allocate(manifest, device).values())
-    return _timed(lambda: torch._foreach_copy_(targets, sources), device, 1.0)
+    """One `torch._foreach_copy_` of all tensors, each an allocation of its own at both ends, warm.
+
+    Beyond LARGEST_LIST the first tensors alone, at whose rate the rest is taken: two more models may not fit.
+    """
+    part = _first_tensors(manifest, LARGEST_LIST)
+    sources = list(allocate(part, device).values())
+    targets = list(allocate(part, device).values())
+    return _timed(lambda: torch._foreach_copy_(targets, sources), device, manifest.nbytes / max(part.nbytes, 1))
+
+
+def _first_tensors(manifest: Manifest, nbytes: int) -> Manifest:
+    """The first entries up to so many bytes, at least one."""
+    total, count = 0, 0
+    for entry in manifest.tensors:
+        if count and total + entry.nbytes > nbytes:
+            break
+        total, count = total + entry.nbytes, count + 1
+    return Manifest(tensors=manifest.tensors[:count])
 
 
 def _timed(work: Callable[[], object], device: torch.device, factor: float) -> Copy:
