@@ -19,7 +19,7 @@ ANSWERS := examples/quickstart/build/answers
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-torch211 check format bench clean
+.PHONY: help run test test-torch211 test-cluster check format bench clean
 
 help: ## Show what there is.
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -36,6 +36,10 @@ test: $(VENV)/.test ## Run all tests. Those that need a GPU or a cluster say so 
 
 test-torch211: ## Run the unit and transfer tests with the oldest torch that is supported.
 	$(MAKE) test TORCH=2.11 TESTS="tests/unit tests/transfer"
+
+test-cluster: $(VENV)/.test ## Run the tests on a real Kubernetes API server (built once with Go: 8 minutes, 1 GB of modules).
+	@PYTHON=$(BIN)/python tests/cluster/build.sh >/dev/null
+	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/cluster
 
 check: $(VENV)/.test ## Lint, check formatting and types, and compare generated files.
 	$(BIN)/ruff check .

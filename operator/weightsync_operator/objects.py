@@ -62,10 +62,6 @@ class Rendered:
     objects: Sequence[Tree]
     problems: Sequence[Problem]
 
-    @property
-    def hash(self) -> str:
-        return digest([tree["metadata"]["annotations"][ANNOTATION_HASH] for tree in self.objects])
-
 
 def render(plan: Plan, options: Options, keys: CurveKeys | None = None) -> Rendered:
     """The objects of a plan. `keys`: None where none are known yet; the Secret then has no data."""

@@ -18,6 +18,8 @@ class ObservedAgent:
     rank: int
     pod: str
     node: str = ""
+    exists: bool = True
+    """False: its pod could not even be made; `reason` and `message` say why."""
     running: bool = False
     exit_code: int | None = None
     """Of the process that ran last, where none runs now; None: none has ended, it is still on its way."""

@@ -282,6 +282,8 @@ def _container_defaults(plan: Plan, part: Part, image: str, own: bool) -> Tree:
         },
         "env": [*_sockets(plan), *([{"name": "HOME", "value": "/tmp"}] if own else [])],
         "volumeMounts": [{"name": VOLUME_TMP, "mountPath": "/tmp"}],
+        # So that a crash's last lines are in the pod's status, and so in the condition.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
         # Not ready until it holds a whole step: a Service or a budget over the pods counts only those that do.
         "readinessProbe": {
             "httpGet": {"path": "/readyz", "port": port},

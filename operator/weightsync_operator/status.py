@@ -60,7 +60,7 @@ def next_status(
     replicas = plan.receiver_replicas()
     by_rank = {agent.rank: agent for agent in agents}
     synced = sum(all(by_rank[a.rank].state == AgentState.SYNCED for a in replica) for replica in replicas)
-    there = {agent.rank for agent in observed.agents}
+    there = {agent.rank for agent in observed.agents if agent.exists}
     facts = Facts(
         ws=ws,
         plan=plan,

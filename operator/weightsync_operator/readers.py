@@ -1,0 +1,151 @@
+"""Where the platform reads what there is: from the API server each time, or from what watches brought.
+
+A platform that reads from watches asks the API server nothing while nothing changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from weightsync_api.v1alpha1 import KIND
+
+from .kube_api import POD, KubeApi
+from .plan import LABEL_NAME, Key
+from .pod_status import trimmed
+
+Tree = dict[str, Any]
+ChildId = tuple[str, str]
+"""Kind and name."""
+
+
+class Reader(Protocol):
+    """Reads one WeightSync's objects. Raises ApiError."""
+
+    async def resource(self, key: Key) -> Tree | None: ...
+
+    async def children(self, key: Key, ids: Sequence[ChildId]) -> Mapping[ChildId, Tree]:
+        """Those of `ids` that exist; they need not be ours."""
+        ...
+
+    async def pods(self, key: Key) -> Mapping[str, Tree]:
+        """By name, as `pod_status.trimmed`."""
+        ...
+
+    def wrote(self, tree: Tree) -> None:
+        """The platform has written this object: no reading from now on may give an older one."""
+
+
+class LiveReader:
+    """Asks the API server each time."""
+
+    def __init__(self, api: KubeApi) -> None:
+        self._api = api
+
+    async def resource(self, key: Key) -> Tree | None:
+        return await self._api.get(KIND, key.namespace, key.name)
+
+    async def children(self, key: Key, ids: Sequence[ChildId]) -> Mapping[ChildId, Tree]:
+        found = {}
+        for kind, name in ids:
+            tree = await self._api.get(kind, key.namespace, name)
+            if tree is not None:
+                found[kind, name] = tree
+        return found
+
+    async def pods(self, key: Key) -> Mapping[str, Tree]:
+        pods = await self._api.list(POD, key.namespace, labels=f"{LABEL_NAME}={key.name}")
+        return {pod["metadata"]["name"]: trimmed(pod) for pod in pods}
+
+    def wrote(self, tree: Tree) -> None:
+        pass
+
+
+class WatchedReader:
+    """Keeps what watches bring: `put` and `drop`. Only objects with the label weightsync.dev/name are watched, so that
+    one in the way that is not ours has to be looked for: an object that is missing here is asked for once a write is
+    due, by the platform.
+    """
+
+    def __init__(self) -> None:
+        self._resources: dict[Key, Tree] = {}
+        self._children: dict[Key, dict[ChildId, Tree]] = {}
+        self._pods: dict[Key, dict[str, Tree]] = {}
+
+    def put(self, kind: str, tree: Tree) -> Key | None:
+        """Takes an object in, unless a newer one is known. Gives the WeightSync that it belongs to."""
+        key = owner_key(kind, tree)
+        if key is None:
+            return None
+        name = tree["metadata"]["name"]
+        shelf: dict[Any, Tree]
+        at: Any
+        if kind == KIND:
+            shelf, at = self._resources, key
+        elif kind == POD:
+            shelf, at, tree = self._pods.setdefault(key, {}), name, trimmed(tree)
+        else:
+            shelf, at = self._children.setdefault(key, {}), (kind, name)
+        if at in shelf and _older(tree, shelf[at]):
+            return key
+        shelf[at] = without_noise(tree)
+        return key
+
+    def drop(self, kind: str, tree: Tree) -> Key | None:
+        """Takes an object out. Gives the WeightSync that it belonged to."""
+        key = owner_key(kind, tree)
+        if key is None:
+            return None
+        name = tree["metadata"]["name"]
+        if kind == KIND:
+            self._resources.pop(key, None)
+        elif kind == POD:
+            _out(self._pods, key, name)
+        else:
+            _out(self._children, key, (kind, name))
+        return key
+
+    def keys(self) -> Iterable[Key]:
+        """Every WeightSync."""
+        return list(self._resources)
+
+    async def resource(self, key: Key) -> Tree | None:
+        return self._resources.get(key)
+
+    async def children(self, key: Key, ids: Sequence[ChildId]) -> Mapping[ChildId, Tree]:
+        known = self._children.get(key, {})
+        return {child: known[child] for child in ids if child in known}
+
+    async def pods(self, key: Key) -> Mapping[str, Tree]:
+        return self._pods.get(key, {})
+
+    def wrote(self, tree: Tree) -> None:
+        self.put(tree["kind"], tree)
+
+
+def owner_key(kind: str, tree: Mapping[str, Any]) -> Key | None:
+    """Which WeightSync an object is, or is labelled as belonging to."""
+    meta = tree["metadata"]
+    name = meta["name"] if kind == KIND else (meta.get("labels") or {}).get(LABEL_NAME)
+    return Key(meta["namespace"], name) if name else None
+
+
+def without_noise(tree: Tree) -> Tree:
+    meta = {key: value for key, value in tree["metadata"].items() if key != "managedFields"}
+    return {**tree, "metadata": meta}
+
+
+def _out(shelves: dict[Key, dict[Any, Tree]], key: Key, at: Any) -> None:
+    shelf = shelves.get(key, {})
+    shelf.pop(at, None)
+    if not shelf:
+        shelves.pop(key, None)
+
+
+def _older(tree: Tree, known: Tree) -> bool:
+    """Whether this is an earlier version of the same object. Versions of one kind are numbers that grow."""
+    one, other = tree["metadata"], known["metadata"]
+    if one.get("uid") != other.get("uid"):
+        return False
+    versions = str(one.get("resourceVersion", "")), str(other.get("resourceVersion", ""))
+    return all(version.isdigit() for version in versions) and int(versions[0]) < int(versions[1])

@@ -1,0 +1,240 @@
+"""A real control plane for tests: etcd, kube-apiserver, kube-controller-manager and kube-scheduler on loopback.
+
+Without nodes: pods are made and stay unscheduled. Each server is a process of this test run; nothing is left of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+HERE = Path(__file__).parent
+READY_SECONDS = 90.0
+ADMIN, OPERATOR = "admin", "operator"
+TOKENS = {ADMIN: "token-of-the-admin", OPERATOR: "token-of-the-operator"}
+CONTROLLERS = (
+    "garbage-collector-controller",
+    "statefulset-controller",
+    "namespace-controller",
+    "serviceaccount-controller",
+    "disruption-controller",
+    "resourcequota-controller",
+)
+
+Tree = dict[str, Any]
+
+
+def programs() -> Path | None:
+    """The folder of the built programs; None where `make cluster-programs` has not been run."""
+    found = subprocess.run([HERE / "build.sh", "--where"], capture_output=True, text=True, check=True, timeout=60)
+    folder = Path(found.stdout.strip())
+    return folder if (folder / "kube").exists() else None
+
+
+class ControlPlane:
+    """Servers in a folder of their own. Use as a context manager."""
+
+    def __init__(self, bin_dir: Path) -> None:
+        self.bin = bin_dir
+        self.dir = Path(tempfile.mkdtemp(prefix="ws-cluster-"))
+        self.kubeconfig = self.dir / f"{ADMIN}.kubeconfig"
+        self.operator_kubeconfig = self.dir / f"{OPERATOR}.kubeconfig"
+        self.audit_log = self.dir / "audit.log"
+        self._servers: dict[str, subprocess.Popen[bytes]] = {}
+        self._etcd, peer, self._port = _free_ports(3)
+        self._commands = self._configure(peer)
+
+    def __enter__(self) -> ControlPlane:
+        try:
+            for name in self._commands:
+                if name == "kube-controller-manager":
+                    self._until_ready()
+                self.start(name)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self, name: str) -> None:
+        with (self.dir / f"{name}.log").open("ab") as log:
+            self._servers[name] = subprocess.Popen(
+                [str(self.bin / name), *self._commands[name]],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self.dir,
+                start_new_session=True,
+                env={**os.environ, "GOMAXPROCS": "2"},
+            )
+
+    def kill(self, name: str) -> None:
+        """SIGKILL, and gone."""
+        server = self._servers.pop(name)
+        server.kill()
+        server.wait(30)
+
+    def close(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for server in reversed(list(self._servers.values())):
+                with contextlib.suppress(ProcessLookupError):
+                    server.send_signal(number)
+            for server in self._servers.values():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    server.wait(5)
+        shutil.rmtree(self.dir, ignore_errors=True)
+
+    # --- kubectl ----------------------------------------------------------------------------------------------------
+
+    def run(self, *arguments: str, stdin: str = "", check: bool = True) -> subprocess.CompletedProcess[str]:
+        """kubectl as the admin."""
+        done = subprocess.run(
+            [str(self.bin / "kubectl"), "--kubeconfig", str(self.kubeconfig), *arguments],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={**os.environ, "HOME": str(self.dir)},
+        )
+        assert not check or done.returncode == 0, f"kubectl {' '.join(arguments)}: {done.stderr}"
+        return done
+
+    def kubectl(self, *arguments: str, stdin: str = "") -> str:
+        return self.run(*arguments, stdin=stdin).stdout
+
+    def apply(self, tree: Mapping[str, Any], namespace: str) -> subprocess.CompletedProcess[str]:
+        return self.run("-n", namespace, "apply", "-f", "-", stdin=json.dumps(tree), check=False)
+
+    def get(self, kind: str, name: str, namespace: str) -> Tree | None:
+        done = self.run("-n", namespace, "get", kind, name, "-o", "json", "--ignore-not-found")
+        found: Tree | None = json.loads(done.stdout) if done.stdout.strip() else None
+        return found
+
+    def list(self, kinds: str, namespace: str) -> list[Tree]:
+        items: list[Tree] = json.loads(self.kubectl("-n", namespace, "get", kinds, "-o", "json"))["items"]
+        return items
+
+    def audit(self) -> Iterator[Tree]:
+        """The operator's requests so far that the API server has answered."""
+        for line in self.audit_log.read_text().splitlines():
+            event: Tree = json.loads(line)
+            if event["user"]["username"] == OPERATOR:
+                yield event
+
+    def writes(self) -> list[str]:
+        """The operator's writes so far: verb, resource, name."""
+        return [
+            f"{event['verb']} {_resource(event['objectRef'])} {event['objectRef'].get('name', '')}"
+            for event in self.audit()
+            if event["verb"] not in ("get", "list", "watch")
+        ]
+
+    # --- configuration ----------------------------------------------------------------------------------------------
+
+    def _configure(self, peer: int) -> Mapping[str, Sequence[str]]:
+        key = self.dir / "sa.key"
+        subprocess.run(
+            ["openssl", "ecparam", "-genkey", "-name", "prime256v1", "-noout", "-out", str(key)],
+            check=True,
+            capture_output=True,
+            timeout=60,
+        )
+        public = self.dir / "sa.pub"
+        subprocess.run(
+            ["openssl", "ec", "-in", str(key), "-pubout", "-out", str(public)],
+            check=True,
+            capture_output=True,
+            timeout=60,
+        )
+        tokens = self.dir / "tokens.csv"
+        tokens.write_text("".join(f'{token},{user},{user},"system:masters"\n' for user, token in TOKENS.items()))
+        certificate = self.dir / "tls" / "apiserver.crt"
+        for user, path in ((ADMIN, self.kubeconfig), (OPERATOR, self.operator_kubeconfig)):
+            path.write_text(_kubeconfig(user, self._port, certificate))
+            path.chmod(0o600)
+        policy = self.dir / "audit.yaml"
+        policy.write_text(
+            "apiVersion: audit.k8s.io/v1\nkind: Policy\nomitStages: [RequestReceived]\n"
+            f"rules: [{{level: Metadata, users: [{OPERATOR}]}}, {{level: None}}]\n"
+        )
+        etcd = f"http://127.0.0.1:{self._etcd}"
+        client = ["--kubeconfig", str(self.kubeconfig), "--leader-elect=false", "--secure-port=0"]
+        return {
+            "etcd": [
+                *("--data-dir", str(self.dir / "etcd"), "--unsafe-no-fsync", "--log-level", "warn"),
+                *("--listen-client-urls", etcd, "--advertise-client-urls", etcd),
+                *("--listen-peer-urls", f"http://127.0.0.1:{peer}"),
+            ],
+            "kube-apiserver": [
+                *("--etcd-servers", etcd, "--bind-address", "127.0.0.1", "--secure-port", str(self._port)),
+                # The address of a loopback server can't be an endpoint of a Service: there is none.
+                *("--advertise-address", "127.0.0.1", "--endpoint-reconciler-type", "none"),
+                *("--cert-dir", str(self.dir / "tls"), "--token-auth-file", str(tokens)),
+                *("--authorization-mode", "RBAC", "--service-cluster-ip-range", "10.96.0.0/16"),
+                *("--service-account-issuer", "https://kubernetes.default.svc.cluster.local"),
+                *("--service-account-key-file", str(public), "--service-account-signing-key-file", str(key)),
+                *("--audit-policy-file", str(policy), "--audit-log-path", str(self.audit_log)),
+                *("--audit-log-mode", "blocking"),
+                # For claims of devices. Served only where they are asked for before 1.34.
+                *("--runtime-config", "resource.k8s.io/v1=true"),
+            ],
+            "kube-controller-manager": [
+                *client,
+                *("--controllers", ",".join(CONTROLLERS), "--service-account-private-key-file", str(key)),
+            ],
+            "kube-scheduler": client,
+        }
+
+    def _until_ready(self) -> None:
+        deadline = time.monotonic() + READY_SECONDS
+        while time.monotonic() < deadline:
+            if self.run("get", "--raw", "/readyz", check=False).returncode == 0:
+                return
+            for name, server in self._servers.items():
+                assert server.poll() is None, f"{name} ended: {self._log(name)}"
+            time.sleep(0.2)
+        raise AssertionError(f"kube-apiserver is not ready after {READY_SECONDS:g} s: {self._log('kube-apiserver')}")
+
+    def _log(self, name: str) -> str:
+        return (self.dir / f"{name}.log").read_text(errors="replace")[-2000:]
+
+
+def _resource(reference: Mapping[str, str]) -> str:
+    return reference["resource"] + (f"/{reference['subresource']}" if reference.get("subresource") else "")
+
+
+def _kubeconfig(user: str, port: int, certificate: Path) -> str:
+    # The server's certificate is made by itself as it starts.
+    cluster = {"server": f"https://127.0.0.1:{port}", "certificate-authority": str(certificate)}
+    return yaml.safe_dump(
+        {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "test",
+            "contexts": [{"name": "test", "context": {"cluster": "test", "user": user}}],
+            "clusters": [{"name": "test", "cluster": cluster}],
+            "users": [{"name": user, "user": {"token": TOKENS[user]}}],
+        }
+    )
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
