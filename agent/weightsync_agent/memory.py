@@ -103,7 +103,8 @@ class CudaMeter(MemoryMeter):
     NVML_SECONDS = 1.0
 
     def __init__(self, device: torch.device, owned_bytes: Callable[[], int]) -> None:
-        self._device = device
+        # A bare index: torch looks a torch.device up anew at every call.
+        self._device = torch.cuda.current_device() if device.index is None else device.index
         self._owned_bytes = owned_bytes
         self._before: int | None = None
         self._nvml = _nvml_process_bytes(device)
@@ -137,7 +138,7 @@ class CudaMeter(MemoryMeter):
         return
 
 
-def _allocator(device: torch.device) -> tuple[int, int, int]:
+def _allocator(device: int) -> tuple[int, int, int]:
     """Reserved, allocated and peak reserved bytes of torch's caching allocator, by one call."""
     stats = torch.cuda.memory_stats_as_nested_dict(device)
     if not stats:  # CUDA is not initialised yet: nothing is allocated

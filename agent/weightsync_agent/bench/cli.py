@@ -15,7 +15,7 @@ from weightsync_api.v1alpha1.spec import TransferMode
 
 from ..errors import ConfigError, SourceError, WeightSyncError
 from ..manifest import ALIGNMENT, Manifest
-from .baseline import LARGEST_COPY
+from .baseline import LARGEST_COPY, LARGEST_LIST
 from .case import Case
 from .models import manifest_of
 from .progress import Progress
@@ -36,6 +36,8 @@ MODES = {
 DEFAULT_MODELS = ("qwen3-0.6b", "310x1KiB", "18867x1KiB")
 PROCESS_BYTES = 400 << 20
 """What a process with torch needs besides its weights."""
+CONTEXT_BYTES = 600 << 20
+"""What a process's CUDA context takes of its GPU."""
 
 
 class Quantity(click.ParamType[int]):
@@ -66,13 +68,13 @@ class Quantity(click.ParamType[int]):
 )
 @click.option("--bucket-size", type=Quantity(), default="256Mi", show_default=True, help="Bytes of a staging bucket.")
 @click.option("--slots", type=click.IntRange(1, 64), default=2, show_default=True, help="Staging buckets in flight.")
-@click.option("--steps", type=click.IntRange(1, 1_000_000), default=20, show_default=True, help="Measured steps.")
+@click.option("--steps", type=click.IntRange(1, 900_000), default=20, show_default=True, help="Measured steps.")
 @click.option("--device", help="The sender's: cpu, cuda or cuda:N. Default: the transport's.")
 @click.option("--receiver-device", help="All receivers'. Default: the sender's; for nccl the GPUs after it, one each.")
 @click.option(
     "--threads", type=click.IntRange(1, 1024), help="Of torch, in each process. Default: the cores shared out."
 )
-@click.option("--soak", type=click.IntRange(2, 1_000_000), help="So many steps instead; tells the slope of memory.")
+@click.option("--soak", type=click.IntRange(2, 900_000), help="So many steps instead; tells the slope of memory.")
 @click.option(
     "--peers", is_flag=True, help="Also other projects' transfers, in the same run (see benchmarks/peers.py)."
 )
@@ -185,14 +187,14 @@ def _check_memory(
     model: str, manifest: Manifest, ours: torch.device, theirs: Sequence[torch.device], staging: int
 ) -> None:
     """Host memory is given out before it is there: the first write beyond it would get a process killed."""
-    size = manifest.arena_bytes
-    staging = min(staging, size)
-    here = 1 + sum(device == ours for device in theirs)
-    needed = max(2 * min(size, LARGEST_COPY), here * size + staging, 2 * size)
+    size, processes = manifest.arena_bytes, 1 + len(theirs)
+    on_ours = 1 + sum(device == ours for device in theirs)
+    needed = max(2 * min(size, LARGEST_COPY), 2 * min(size, LARGEST_LIST), on_ours * size + min(staging, size))
     if ours.type == "cpu":
-        needed += (1 + len(theirs)) * PROCESS_BYTES
+        needed += processes * PROCESS_BYTES
         free = int(psutil.virtual_memory().available)
     else:
+        needed += on_ours * CONTEXT_BYTES
         free = torch.cuda.mem_get_info(ours)[0]
     if needed > free:
         raise ConfigError(

@@ -77,9 +77,11 @@ def baseline_row(model: str, nbytes: int, tensors: int, seconds: float, base: Ba
 
 def against(peer: BenchRow, ours: Sequence[BenchRow], copy: float) -> BenchRow:
     """A peer's row with the ratio to this run's copy, and how much slower it is than our slowest and fastest mode."""
-    times = sorted(peer.milliseconds / row.milliseconds for row in ours)
-    slower = f"{times[0]:.1f}" if len(times) == 1 else f"{times[0]:.1f} to {times[-1]:.1f}"
-    note = f"{peer.note}; takes {slower} times as long as ours" if times else peer.note
+    note = peer.note
+    if ours:
+        times = sorted(peer.milliseconds / row.milliseconds for row in ours)
+        factor = f"{times[0]:.1f}" if len(times) == 1 else f"{times[0]:.1f} to {times[-1]:.1f}"
+        note += f"; takes {factor} times as long as ours"
     return peer.model_copy(update={"ratio_to_copy": round(copy * 1e3 / peer.milliseconds, 4), "note": note})
 
 

@@ -33,6 +33,7 @@ from .ipc_sender import (
     DRAINED_WORD,
     FILLED_WORD,
     FIRST_EXPORT_WORD,
+    HOST_HANDOVER,
     QUEUED_BUCKETS,
     SENT_WORD,
     STEP_WORD,
@@ -198,7 +199,6 @@ class IpcReceiver(ReceiverTransport):
             self._empty()
             channel.started()
             self._stream.stream.synchronize()
-            channel.check()
         else:
             self._queue(channel)
         if self._page[STEP_WORD] != channel.step & 0xFFFFFFFF:
@@ -214,8 +214,11 @@ class IpcReceiver(ReceiverTransport):
             for bucket, plan in enumerate(self._plans):
                 if bucket >= QUEUED_BUCKETS:
                     self._wait_word(channel, flags, DRAINED_WORD, base + bucket - QUEUED_BUCKETS + 1)
-                self._wait_word(channel, flags, SENT_WORD, base + bucket + 1)
-                flags.wait_geq(stream, FILLED_WORD, base + bucket + 1)
+                if HOST_HANDOVER:
+                    self._wait_word(channel, flags, FILLED_WORD, base + bucket + 1)
+                else:
+                    self._wait_word(channel, flags, SENT_WORD, base + bucket + 1)
+                    flags.wait_geq(stream, FILLED_WORD, base + bucket + 1)
                 plan.run(stream)
                 flags.write(stream, DRAINED_WORD, base + bucket + 1)
                 flags.store(TAKEN_WORD, base + bucket + 1)

@@ -55,6 +55,9 @@ QUEUED_BUCKETS = 64
 host that is blocked while its stream waits for a flag answers nobody."""
 
 
+HOST_HANDOVER = os.environ.get("WEIGHTSYNC_HANDOVER") == "host"
+
+
 @dataclass
 class _Export:
     """What one receiver was given."""
@@ -306,7 +309,11 @@ class IpcSender(SenderTransport):
             if self._stand_ins is not None:
                 with torch.cuda.stream(self._stream.stream):
                     self._stand_ins.fill()
-            by_flags = self._stand_ins is not None and all(self._exports[rank].queues for rank in channel.ranks)
+            by_flags = (
+                not HOST_HANDOVER
+                and self._stand_ins is not None
+                and all(self._exports[rank].queues for rank in channel.ranks)
+            )
             for bucket in range(count):
                 free = base + bucket - slots + 1  # what must be drained before this bucket's slot is
                 if bucket >= QUEUED_BUCKETS:
