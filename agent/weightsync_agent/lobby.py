@@ -7,6 +7,7 @@ is put off until after it (`defer`, `catch_up`).
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -186,5 +187,6 @@ class Lobby:
             self._send(peer.address, protocol.Refuse(reason=str(failure)))
         else:
             peer.state, peer.message = AgentState.JOINED, ""
+            peer.join_microseconds = round((time.perf_counter() - peer.hello_at) * 1e6)
             self._send(peer.address, protocol.Admitted(step=step))
-            log.info("%s joined over %s", peer.label, joined.route)
+            log.info("%s joined over %s in %.3f s", peer.label, joined.route, peer.join_microseconds / 1e6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from weightsync_api.reports import AgentReport, AgentState, MemorySample, ReceiverStep
@@ -21,6 +22,8 @@ class Peer:
     message: str = ""
     step: int = 0
     ack_microseconds: int = 0
+    hello_at: float = field(default_factory=time.perf_counter)
+    join_microseconds: int = 0
     memory: MemorySample = field(default_factory=MemorySample)
     verified_once: bool = False
     """Some step's digests were compared since it joined."""
@@ -48,6 +51,7 @@ class Peer:
             message=self.message[:4096],
             step=self.step,
             ack_microseconds=self.ack_microseconds,
+            join_microseconds=self.join_microseconds,
             memory=self.memory,
         )
 

@@ -88,6 +88,7 @@ class AgentReport(StatusModel):
     message: str = Field(default="", description="Why, where the state needs a reason.", max_length=4096)
     step: int = Field(default=0, description="Last step that it holds whole.")
     ack_microseconds: int = Field(default=0, description="Its last ACK latency.")
+    join_microseconds: int = Field(default=0, description="From its Hello to its admission: import and self-test.")
     memory: MemorySample = Field(default_factory=MemorySample, description="Its memory around its last step.")
 
 

@@ -46,6 +46,8 @@ class Case:
     """Measured steps, after WARMUPS."""
     threads: int
     """Of torch, in each process."""
+    adopted: bool = True
+    """Direct mode: the weights lie in an arena. False: each is an allocation of its own, exported by torch's handles."""
     verify: bool = False
     """Digests in every step. Otherwise in the first, and in one after the last that is measured."""
 
@@ -92,6 +94,8 @@ class Measured:
     memory: list[Memory]
     """By rank, the sender's first."""
     route: str
+    join_seconds: float
+    """Of the slowest receiver: from its Hello to its admission, memory mapped, plans built and self-test passed."""
 
 
 def measure(case: Case, progress: Progress, between: Callable[[], None]) -> Measured:
@@ -103,7 +107,7 @@ def measure(case: Case, progress: Progress, between: Callable[[], None]) -> Meas
     with tempfile.TemporaryDirectory(prefix="weightsync-bench-") as directory, ExitStack() as ends:
         config = _config(case, directory)
         arena = None
-        if case.mode != TransferMode.PACKED:
+        if case.mode != TransferMode.PACKED and case.adopted:
             arena = make_arena(case.device, manifest.arena_bytes)
             ends.callback(arena.close)
         weights = allocate(manifest, case.device, arena.tensor() if arena is not None else None)
@@ -136,7 +140,8 @@ def measure(case: Case, progress: Progress, between: Callable[[], None]) -> Meas
             if not sender.step().verified:
                 raise AssertionError("the step after the last was not verified")
             state = sender.report()
-    return Measured(state.mode, manifest.nbytes, len(manifest.tensors), seconds, memory, state.route)
+            joins = max(agent.join_microseconds for agent in state.agents) / 1e6
+    return Measured(state.mode, manifest.nbytes, len(manifest.tensors), seconds, memory, state.route, joins)
 
 
 def slope(values: Sequence[int]) -> float:
