@@ -47,7 +47,7 @@ class Case:
     threads: int
     """Of torch, in each process."""
     adopted: bool = True
-    """Direct mode: the weights lie in an arena. False: each is an allocation of its own, exported by torch's handles."""
+    """Direct mode: the weights lie in an arena. False: each is an allocation of its own, that torch's handles export."""
     verify: bool = False
     """Digests in every step. Otherwise in the first, and in one after the last that is measured."""
 
@@ -94,7 +94,7 @@ class Measured:
     memory: list[Memory]
     """By rank, the sender's first."""
     route: str
-    join_seconds: float
+    join_seconds: float = 0.0
     """Of the slowest receiver: from its Hello to its admission, memory mapped, plans built and self-test passed."""
 
 
