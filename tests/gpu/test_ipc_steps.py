@@ -222,3 +222,40 @@ def test_step_returns_the_bucket_at_once(gpu_config, start) -> None:  # noqa: F8
             torch.cuda.empty_cache()
             assert torch.cuda.memory_reserved() <= model + (64 << 20)
             assert report.memory.reserved_after <= model + 2 * (16 << 20) + (64 << 20)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: memory of one is read by the other")
+@pytest.mark.parametrize("target", ["dict", "loader"])
+@pytest.mark.parametrize("mode", ["Direct", "Packed"])
+def test_another_gpu_maps_the_memory_and_reads_it(mode, target, gpu_config, start) -> None:  # noqa: F811
+    """Each process sees its own GPU alone, by CUDA_VISIBLE_DEVICES, as in a container with both."""
+    if mode == "Direct" and target == "loader":
+        pytest.skip("load_weights in Direct mode needs the arena on its own GPU, and says so")
+    config = gpu_config(mode=mode)
+    receiver = start(config, 1, target=target, environment={"CUDA_VISIBLE_DEVICES": "1"}, **GPU)
+    weights = samples.mixed(0, "cuda:0")
+    reserved = []
+    with Sender(weights, config=config, adopt=mode == "Direct") as sender:
+        for step in range(1, 21):
+            want = change(weights, step)
+            report = sender.step()
+            reserved.append(report.receivers[0].memory.reserved_after)
+            assert report.complete
+        assert receiver.until("step", 20)["fingerprint"] == want
+        assert sender.report().route == "P2P/Mapped"
+        assert max(reserved[3:]) == min(reserved[3:])
+        receiver.kill()
+        with pytest.raises((StepFailed, JoinTimeout)):
+            sender.step()
+        again = start(config, 1, target=target, environment={"CUDA_VISIBLE_DEVICES": "1"}, **GPU)
+        again.until("started")
+        deadline = time.monotonic() + 60
+        while True:
+            assert time.monotonic() < deadline
+            try:
+                want = change(weights, 99)
+                step = sender.step().step
+                break
+            except (StepFailed, JoinTimeout):
+                time.sleep(0.1)
+        assert again.until("step", step)["fingerprint"] == want

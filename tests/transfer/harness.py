@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import subprocess
 import sys
@@ -32,6 +33,7 @@ class ReceiverProcess:
              json.dumps(options)],
             stdout=subprocess.PIPE,
             text=True,
+            env={**os.environ, **options.get("environment", {})},
         )  # fmt: skip
         self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
