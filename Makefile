@@ -6,7 +6,7 @@ PYTHON ?= python3
 TORCH ?=
 TESTS ?= tests
 PYTEST_ARGS ?=
-BENCH_ARGS ?= --transport shm --model qwen3-0.6b --receivers 1
+BENCH_ARGS ?=
 
 VENV := .venv$(if $(TORCH),-torch$(TORCH))
 BIN := $(VENV)/bin
@@ -22,7 +22,7 @@ ANSWERS := examples/quickstart/build/answers
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-torch211 test-cluster check format bench clean
+.PHONY: help run test test-torch211 test-cluster check format bench bench-cpu clean
 
 help: ## Show what there is.
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -61,6 +61,10 @@ format: $(VENV)/.test ## Format the code and write generated files anew.
 
 bench: $(VENV)/.run ## Measure transports against one copy of the same bytes (BENCH_ARGS=...).
 	$(BIN)/weightsync bench $(BENCH_ARGS)
+
+bench-cpu: $(VENV)/.run ## Measure shared memory beside verl on a calm machine: writes benchmarks/results/cpu.json.
+	@test -e .peers/versions.json || $(BIN)/python benchmarks/peers.py fetch
+	$(BIN)/weightsync bench --transport shm --peers --verify-cost --output benchmarks/results/cpu.json $(BENCH_ARGS)
 
 bench-gpu: $(GPU_READY) ## Measure on one GPU, beside vLLM and verl: writes benchmarks/results/ipc-h200.json.
 	@test -e .peers/versions.json || $(GPU_PYTHON) benchmarks/peers.py fetch

@@ -47,7 +47,7 @@ class Case:
     threads: int
     """Of torch, in each process."""
     adopted: bool = True
-    """Direct mode: the weights lie in an arena. False: each is an allocation of its own, that torch's handles export."""
+    """Direct mode: the weights lie in an arena. False: each an allocation of its own that a torch handle exports."""
     verify: bool = False
     """Digests in every step. Otherwise in the first, and in one after the last that is measured."""
 

@@ -90,10 +90,13 @@ def beyond_copies(measured: Measured, base: Baseline) -> list[str]:
     seconds = statistics.median(measured.seconds)
     copies = 1 if measured.mode == "Direct" else 2
     beyond = max(0.0, seconds - copies * base.foreach)
+    rate = f"{seconds / base.foreach:.2f} times one _foreach_copy_ of the list"
+    if not beyond:
+        return [rate]
     return [
         f"beyond its copies {beyond * 1e6:.0f} us, "
         f"{beyond / base.round_trip:.1f} bare ZeroMQ round trips of {base.round_trip * 1e6:.0f} us",
-        f"{seconds / base.foreach:.2f} times one _foreach_copy_ of the list",
+        rate,
     ]
 
 
@@ -114,7 +117,7 @@ def result(rows: Sequence[BenchRow], device: torch.device, others: Mapping[str, 
         "python": platform.python_version(),
         "torch": torch.__version__,
         "zeromq": zmq.zmq_version(),
-        "linux": platform.release(),
+        "linux": ".".join(platform.release().split(".")[:2]),
     }
     return BenchResult(
         hardware=hardware(device), versions={**versions, **others}, date=datetime.date.today(), rows=rows

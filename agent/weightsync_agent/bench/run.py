@@ -58,7 +58,9 @@ def run(plan: Plan, progress: Progress) -> BenchResult:
             for model, group in groupby(plan.cases, lambda case: case.model):
                 trips.seconds.clear()
                 rows += _of_model(model, list(group), plan, trips, progress)
-    return result(rows, plan.cases[0].device, peer_rows.versions() if plan.peers else {})
+    measured = {row.peer.partition(" ")[0] for row in rows if row.peer}
+    others = peer_rows.versions() if plan.peers else {}
+    return result(rows, plan.cases[0].device, {name: found for name, found in others.items() if name in measured})
 
 
 def _of_model(model: str, cases: list[Case], plan: Plan, trips: RoundTrips, progress: Progress) -> list[BenchRow]:
