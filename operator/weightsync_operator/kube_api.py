@@ -25,7 +25,9 @@ log = logging.getLogger("weightsync.api")
 Tree = dict[str, Any]
 
 REQUEST_SECONDS = 30.0
+JSON = "application/json"
 APPLY = "application/apply-patch+yaml"
+METADATA = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 
 POD, EVENT, LEASE = "Pod", "Event", "Lease"
 _VERSIONS: Mapping[str, str] = {
@@ -101,10 +103,13 @@ class KubeApi:
                 return None
             raise
 
-    async def list(self, kind: str, namespace: str = "", *, labels: str = "", fields: str = "") -> list[Tree]:
+    async def list(
+        self, kind: str, namespace: str = "", *, labels: str = "", fields: str = "", metadata_only: bool = False
+    ) -> list[Tree]:
         """The objects of a namespace, or of all. Raises ApiError."""
-        query = {"labelSelector": labels, "fieldSelector": fields}
-        answer = await self._request("list", _path(kind, namespace), {k: v for k, v in query.items() if v})
+        query = {k: v for k, v in {"labelSelector": labels, "fieldSelector": fields}.items() if v}
+        accept = METADATA if metadata_only else JSON
+        answer = await self._request("list", _path(kind, namespace), query, accept=accept)
         items: list[Tree] = answer.get("items") or []
         return items
 
@@ -148,9 +153,10 @@ class KubeApi:
         path: str,
         query: Mapping[str, str] | None = None,
         body: Tree | None = None,
-        content_type: str = "application/json",
+        content_type: str = JSON,
+        accept: str = JSON,
     ) -> Tree:
-        headers = {"Accept": "application/json", "Content-Type": content_type}
+        headers = {"Accept": accept, "Content-Type": content_type}
         method = _METHODS[verb]
         began, status = time.monotonic(), 0
         try:

@@ -5,7 +5,7 @@ A platform that reads from watches asks the API server nothing while nothing cha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from weightsync_api.v1alpha1 import KIND
@@ -73,7 +73,7 @@ class WatchedReader:
         self._pods: dict[Key, dict[str, Tree]] = {}
 
     def put(self, kind: str, tree: Tree) -> Key | None:
-        """Takes an object in, unless a newer one is known. Gives the WeightSync that it belongs to."""
+        """Takes an object in, unless this version or a newer one is known. Gives the WeightSync that has news by it."""
         key = owner_key(kind, tree)
         if key is None:
             return None
@@ -86,8 +86,8 @@ class WatchedReader:
             shelf, at, tree = self._pods.setdefault(key, {}), name, trimmed(tree)
         else:
             shelf, at = self._children.setdefault(key, {}), (kind, name)
-        if at in shelf and _older(tree, shelf[at]):
-            return key
+        if at in shelf and not _newer(tree, shelf[at]):
+            return None
         shelf[at] = without_noise(tree)
         return key
 
@@ -96,18 +96,19 @@ class WatchedReader:
         key = owner_key(kind, tree)
         if key is None:
             return None
-        name = tree["metadata"]["name"]
+        name, uid = tree["metadata"]["name"], tree["metadata"].get("uid")
         if kind == KIND:
-            self._resources.pop(key, None)
+            if _uid(self._resources.get(key)) == uid:
+                del self._resources[key]
         elif kind == POD:
-            _out(self._pods, key, name)
+            _out(self._pods, key, name, uid)
         else:
-            _out(self._children, key, (kind, name))
+            _out(self._children, key, (kind, name), uid)
         return key
 
-    def keys(self) -> Iterable[Key]:
-        """Every WeightSync."""
-        return list(self._resources)
+    def versions(self) -> dict[Key, tuple[str, str]]:
+        """UID and version of every WeightSync."""
+        return {key: version_of(tree) for key, tree in self._resources.items()}
 
     async def resource(self, key: Key) -> Tree | None:
         return self._resources.get(key)
@@ -130,22 +131,36 @@ def owner_key(kind: str, tree: Mapping[str, Any]) -> Key | None:
     return Key(meta["namespace"], name) if name else None
 
 
+def version_of(tree: Mapping[str, Any]) -> tuple[str, str]:
+    """UID and version of an object."""
+    meta = tree["metadata"]
+    return str(meta.get("uid", "")), str(meta.get("resourceVersion", ""))
+
+
 def without_noise(tree: Tree) -> Tree:
     meta = {key: value for key, value in tree["metadata"].items() if key != "managedFields"}
     return {**tree, "metadata": meta}
 
 
-def _out(shelves: dict[Key, dict[Any, Tree]], key: Key, at: Any) -> None:
+def _out(shelves: dict[Key, dict[Any, Tree]], key: Key, at: Any, uid: Any) -> None:
+    """Unless another object of the same name is there by now."""
     shelf = shelves.get(key, {})
-    shelf.pop(at, None)
+    if _uid(shelf.get(at)) == uid:
+        shelf.pop(at, None)
     if not shelf:
         shelves.pop(key, None)
 
 
-def _older(tree: Tree, known: Tree) -> bool:
-    """Whether this is an earlier version of the same object. Versions of one kind are numbers that grow."""
+def _uid(tree: Tree | None) -> Any:
+    return tree["metadata"].get("uid") if tree else None
+
+
+def _newer(tree: Tree, known: Tree) -> bool:
+    """Whether this is a later version of the object, or another object. Versions of one kind are numbers that grow."""
     one, other = tree["metadata"], known["metadata"]
     if one.get("uid") != other.get("uid"):
-        return False
+        return True
     versions = str(one.get("resourceVersion", "")), str(other.get("resourceVersion", ""))
-    return all(version.isdigit() for version in versions) and int(versions[0]) < int(versions[1])
+    if not all(version.isdigit() for version in versions):
+        return versions[0] != versions[1]
+    return int(versions[0]) > int(versions[1])

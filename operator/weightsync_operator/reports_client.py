@@ -34,7 +34,7 @@ class ReportsClient:
     """
 
     def __init__(self, socket: Path | None = None) -> None:
-        connector = aiohttp.UnixConnector(path=str(socket)) if socket else aiohttp.TCPConnector()
+        connector = aiohttp.UnixConnector(path=str(socket)) if socket else aiohttp.TCPConnector(limit=0)  # a poll each
         self._where = str(socket) if socket else ""
         self._session = aiohttp.ClientSession(connector=connector)
 

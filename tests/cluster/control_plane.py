@@ -60,7 +60,7 @@ class ControlPlane:
         try:
             for name in self._commands:
                 if name == "kube-controller-manager":
-                    self._until_ready()
+                    self.until_ready()
                 self.start(name)
         except BaseException:
             self.close()
@@ -199,7 +199,8 @@ class ControlPlane:
             "kube-scheduler": client,
         }
 
-    def _until_ready(self) -> None:
+    def until_ready(self) -> None:
+        """Returns once the API server answers."""
         deadline = time.monotonic() + READY_SECONDS
         while time.monotonic() < deadline:
             if self.run("get", "--raw", "/readyz", check=False).returncode == 0:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import pytest
 from control_plane import ControlPlane, Tree
+from operator_process import eventually, manifest
 from weightsync_operator.cluster import ClusterPlatform
 from weightsync_operator.kube_api import KubeApi
 from weightsync_operator.objects import Options
@@ -17,17 +16,7 @@ from weightsync_operator.plan import Key
 from weightsync_operator.readers import LiveReader
 from weightsync_operator.reconcile import Pass, Reconciler
 
-WAIT_SECONDS = 30.0
 CHILDREN = "configmaps,secrets,services,networkpolicies,poddisruptionbudgets,statefulsets"
-
-
-def manifest(name: str = "demo", **spec: Any) -> Tree:
-    return {
-        "apiVersion": "weightsync.dev/v1alpha1",
-        "kind": "WeightSync",
-        "metadata": {"name": name},
-        "spec": {"sender": {"source": {"synthetic": {"model": "qwen3-0.6b"}}}, **spec},
-    }
 
 
 class Operator:
@@ -83,13 +72,6 @@ def condition(operator: Operator, kind: str, name: str = "demo") -> tuple[str, s
     assert tree is not None
     found = next(c for c in tree["status"]["conditions"] if c["type"] == kind)
     return found["status"], found["reason"], found["message"]
-
-
-def eventually(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not what():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.2)
 
 
 def test_one_pass_makes_every_object_with_an_owner_and_the_pods_follow(operator: Operator) -> None:

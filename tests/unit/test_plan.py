@@ -135,7 +135,7 @@ def test_a_plan_reads_back_from_its_own_json() -> None:
 def test_the_operator_and_the_command_line_never_import_torch() -> None:
     modules = (
         "weightsync_operator.cli, weightsync_operator.reconcile, weightsync_operator.local_run, "
-        "weightsync_operator.cluster, weightsync_api.crd"
+        "weightsync_operator.main, weightsync_api.crd"
     )
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules or 'weightsync_agent' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

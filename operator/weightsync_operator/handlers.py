@@ -1,0 +1,103 @@
+"""Kopf's part: it lists and watches, and its handlers only put objects on the shelf and wake workers.
+
+No handler changes anything in the cluster: there is no finalizer, no annotation and no state of Kopf's on any object.
+Index functions run for every object before the first event handler does, so that the first pass sees all there is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import kopf
+from weightsync_api.v1alpha1 import GROUP, KIND, PLURAL, VERSION
+
+from .kube_api import POD
+from .plan import LABEL_NAME
+from .readers import WatchedReader
+from .workers import Workers
+
+log = logging.getLogger("weightsync.watch")
+
+PREFIX = "weightsync.dev"
+
+WATCHED: Mapping[str, tuple[str, str, str]] = {
+    KIND: (GROUP, VERSION, PLURAL),
+    POD: ("", "v1", "pods"),
+    "ConfigMap": ("", "v1", "configmaps"),
+    "Secret": ("", "v1", "secrets"),
+    "Service": ("", "v1", "services"),
+    "StatefulSet": ("apps", "v1", "statefulsets"),
+    "NetworkPolicy": ("networking.k8s.io", "v1", "networkpolicies"),
+    "PodDisruptionBudget": ("policy", "v1", "poddisruptionbudgets"),
+}
+"""Kind -> group, version, plural. All but WeightSyncs by the label weightsync.dev/name only, on the server's side."""
+
+
+def registry_for(reader: WatchedReader, workers: Workers, stop: asyncio.Event) -> kopf.OperatorRegistry:
+    """The handlers of one operator. `stop`: Kopf's stop flag; set at the end, whatever brought it."""
+    registry = kopf.OperatorRegistry()
+    kopf.on.login(registry=registry, id="login")(_login)
+
+    async def close(**_: Any) -> None:
+        stop.set()
+        await workers.close()
+
+    # Kopf waits for 5 s for every task that is left, ours and its own that waits for the flag: they end before.
+    kopf.on.cleanup(registry=registry, id="close")(close)
+    for kind, place in WATCHED.items():
+        kopf.index(*place, registry=registry, id=f"shelf-{kind.lower()}")(_shelving(kind, reader, workers))
+        kopf.on.event(*place, registry=registry, id=f"wake-{kind.lower()}")(_waking(kind, reader, workers))
+    return registry
+
+
+def settings() -> kopf.OperatorSettings:
+    """Kopf's settings. The timeouts are those that keep a watch from going deaf behind a load balancer."""
+    made = kopf.OperatorSettings()
+    made.peering.standalone = True  # another operator's peering object would pause this one
+    made.posting.enabled = False
+    made.watching.server_timeout, made.watching.client_timeout, made.watching.connect_timeout = 300, 310, 30
+    made.watching.reconnect_backoff = 1
+    made.watching.chunk_size = 500
+    for kind, (group, version, plural) in WATCHED.items():
+        if kind != KIND:
+            made.watching.label_selectors[group, version, plural] = LABEL_NAME
+    made.networking.request_timeout, made.networking.connect_timeout = 30, 5
+    made.networking.error_backoffs = (0.5, 1, 2, 3, 5, 8)
+    made.networking.enforce_retry_after = True
+    made.persistence.finalizer = f"{PREFIX}/unused"
+    made.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=PREFIX)
+    made.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=PREFIX)
+    made.process.ultimate_exiting_timeout = 8
+    return made
+
+
+async def _login(**kwargs: Any) -> Any:
+    return kopf.login_with_service_account(**kwargs) or kopf.login_with_kubeconfig(**kwargs)
+
+
+def _shelving(kind: str, reader: WatchedReader, workers: Workers) -> Callable[..., Any]:
+    async def shelve(body: kopf.Body, **_: Any) -> None:
+        key = reader.put(kind, _tree(kind, body))
+        if key is not None:
+            workers.wake(key)
+
+    return shelve
+
+
+def _waking(kind: str, reader: WatchedReader, workers: Workers) -> Callable[..., Any]:
+    async def wake(event: Mapping[str, Any], body: kopf.Body, **_: Any) -> None:
+        workers.open()
+        if event["type"] == "DELETED":
+            key = reader.drop(kind, _tree(kind, body))
+            if key is not None:
+                workers.wake(key)
+
+    return wake
+
+
+def _tree(kind: str, body: kopf.Body) -> dict[str, Any]:
+    """What lists give lacks its kind."""
+    return {"kind": kind, **{name: value for name, value in dict(body).items() if name != "kind"}}

@@ -1,0 +1,206 @@
+"""The operator's own process on a real control plane: it hears of changes, loses no step, ends and begins cleanly."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+import uuid
+from collections.abc import Iterator
+
+import pytest
+from control_plane import ControlPlane, Tree
+from operator_process import OperatorProcess, Sender, eventually, manifest, run_pods
+
+
+@pytest.fixture
+def sender(namespace: str) -> Iterator[Sender]:
+    made = Sender(namespace)
+    yield made
+    made.close()
+
+
+def status(cluster: ControlPlane, namespace: str, name: str = "demo") -> Tree:
+    tree = cluster.get("weightsync", name, namespace)
+    found: Tree = (tree or {}).get("status", {})
+    return found
+
+
+def ready(cluster: ControlPlane, namespace: str, name: str = "demo") -> str:
+    conditions = status(cluster, namespace, name).get("conditions", [])
+    return next((c["status"] for c in conditions if c["type"] == "Ready"), "")
+
+
+def pods(cluster: ControlPlane, namespace: str) -> int:
+    return len(cluster.list("pods", namespace))
+
+
+def test_from_apply_to_ready_and_every_step_is_in_the_status(
+    cluster: ControlPlane, namespace: str, sender: Sender
+) -> None:
+    with OperatorProcess(cluster, "-n", namespace) as operator:
+        assert cluster.apply(manifest(), namespace).returncode == 0
+        eventually(lambda: pods(cluster, namespace) == 2)
+        run_pods(cluster, namespace, sender)
+        sender.step()
+        cluster.kubectl("-n", namespace, "wait", "--for=condition=Ready", "ws/demo", "--timeout=60s")
+        for number in range(2, 5):
+            ended = sender.step()
+            eventually(lambda n=number: status(cluster, namespace).get("step") == n)  # type: ignore[misc]
+            print(f"step {number} was seen {time.monotonic() - ended:.2f} s after it ended")
+        tree = cluster.get("weightsync", "demo", namespace)
+        assert tree is not None
+        assert [step["step"] for step in tree["status"]["history"]] == [1, 2, 3, 4]
+        assert tree["status"]["summary"]["rate"] == "348GB/s"
+        assert not tree["metadata"].get("finalizers")
+        assert set(tree["metadata"]["annotations"]) == {"kubectl.kubernetes.io/last-applied-configuration"}
+        row = cluster.kubectl("-n", namespace, "get", "ws").splitlines()[1].split()
+        assert row[:7] == ["demo", "True", "Syncing", "NCCL", "1/1", "4", "1GiB"]
+        assert operator.metric(rf'weightsync_step\{{name="demo",namespace="{namespace}"\}}') == 4
+        cluster.kubectl("-n", namespace, "delete", "ws/demo")
+        eventually(lambda: "weightsync_step{" not in (operator.get("metrics") or ""))
+
+
+def test_events_tell_transitions_and_nothing_else(cluster: ControlPlane, namespace: str, sender: Sender) -> None:
+    with OperatorProcess(cluster, "-n", namespace, "--status-interval", "0"):
+        assert cluster.apply(manifest(), namespace).returncode == 0
+        eventually(lambda: pods(cluster, namespace) == 2)
+        run_pods(cluster, namespace, sender)
+        for number in range(1, 9):
+            sender.step()
+            eventually(lambda n=number: status(cluster, namespace).get("step") == n)  # type: ignore[misc]
+        ours = [e for e in cluster.list("events", namespace) if e["source"].get("component") == "weightsync-operator"]
+        assert [e["reason"] for e in ours].count("Synced") == 1
+        assert len(ours) <= 4, [(e["reason"], e["message"]) for e in ours]
+        assert "Synced" in cluster.kubectl("-n", namespace, "describe", "ws/demo")
+
+
+def test_steps_done_while_the_operator_was_killed_are_in_the_history(
+    cluster: ControlPlane, namespace: str, sender: Sender
+) -> None:
+    with OperatorProcess(cluster, "-n", namespace) as first:
+        assert cluster.apply(manifest(), namespace).returncode == 0
+        eventually(lambda: pods(cluster, namespace) == 2)
+        run_pods(cluster, namespace, sender)
+        sender.step()
+        eventually(lambda: status(cluster, namespace).get("step") == 1)
+        first.process.kill()
+        first.process.wait(30)
+    for _ in range(5):
+        sender.step()
+    with OperatorProcess(cluster, "-n", namespace):
+        eventually(lambda: status(cluster, namespace).get("step") == 6)
+        history = [step["step"] for step in status(cluster, namespace)["history"]]
+        assert history == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_cold_start_writes_nothing_where_nothing_differs(
+    cluster: ControlPlane, namespace: str, sender: Sender
+) -> None:
+    with OperatorProcess(cluster, "-n", namespace) as first:
+        for name in ("demo", "other"):
+            assert cluster.apply(manifest(name, receivers={"replicas": 2}), namespace).returncode == 0
+        eventually(lambda: pods(cluster, namespace) == 6)
+        eventually(lambda: all(ready(cluster, namespace, name) == "False" for name in ("demo", "other")))
+        unchanged = first.passes("unchanged")
+        # Until the schedulers' words about every pod are in the status: nothing is due any more.
+        eventually(lambda: first.metric("weightsync_operator_queue_depth") == 0 and _settled(cluster))
+        assert unchanged <= first.passes("unchanged")
+        first.process.send_signal(signal.SIGTERM)
+        assert first.process.wait(10) == 0
+    before = cluster.writes()
+    with OperatorProcess(cluster, "-n", namespace) as second:
+        eventually(lambda: second.passes("unchanged") >= 2)
+        assert cluster.writes()[len(before) :] == []
+        assert second.passes("written|failed") == 0
+
+
+def _settled(cluster: ControlPlane) -> bool:
+    count = len(cluster.writes())
+    time.sleep(3)
+    return len(cluster.writes()) == count
+
+
+def test_an_idle_operator_asks_the_api_server_nothing_and_ends_at_once(
+    cluster: ControlPlane, namespace: str, sender: Sender
+) -> None:
+    with OperatorProcess(cluster, "-n", namespace) as operator:
+        assert cluster.apply(manifest(), namespace).returncode == 0
+        eventually(lambda: pods(cluster, namespace) == 2)
+        run_pods(cluster, namespace, sender)
+        sender.step()
+        eventually(lambda: ready(cluster, namespace) == "True")
+        eventually(lambda: _settled(cluster))
+        before = len(list(cluster.audit()))
+        time.sleep(5)
+        assert [e for e in list(cluster.audit())[before:] if e["verb"] != "watch"] == []
+        began = time.monotonic()
+        operator.process.send_signal(signal.SIGTERM)
+        assert operator.process.wait(10) == 0
+        print(f"it ended {time.monotonic() - began:.2f} s after SIGTERM")
+
+
+def test_a_deleted_child_comes_back_at_once(cluster: ControlPlane, namespace: str) -> None:
+    with OperatorProcess(cluster, "-n", namespace):
+        assert cluster.apply(manifest(), namespace).returncode == 0
+        eventually(lambda: pods(cluster, namespace) == 2)
+        service = cluster.get("service", "demo-agents", namespace)
+        assert service is not None
+        cluster.kubectl("-n", namespace, "delete", "service/demo-agents", "--wait=false")
+
+        def anew() -> bool:
+            found = cluster.get("service", "demo-agents", namespace)
+            return found is not None and found["metadata"]["uid"] != service["metadata"]["uid"]
+
+        eventually(anew)
+
+
+def test_a_restarted_api_server_is_survived(cluster: ControlPlane, namespace: str) -> None:
+    with OperatorProcess(cluster, "-n", namespace) as operator:
+        assert cluster.apply(manifest("before"), namespace).returncode == 0
+        eventually(lambda: pods(cluster, namespace) == 2)
+        cluster.kill("kube-apiserver")
+        cluster.start("kube-apiserver")
+        cluster.until_ready()
+        assert cluster.apply(manifest("after"), namespace).returncode == 0
+        eventually(lambda: pods(cluster, namespace) == 4)
+        assert operator.process.poll() is None
+
+
+def test_an_operator_of_some_namespaces_leaves_the_others_alone(cluster: ControlPlane, namespace: str) -> None:
+    other = f"test-{uuid.uuid4().hex[:8]}"
+    cluster.kubectl("create", "namespace", other)
+    with OperatorProcess(cluster, "-n", namespace) as operator:
+        assert cluster.apply(manifest(), other).returncode == 0
+        assert cluster.apply(manifest(), namespace).returncode == 0
+        eventually(lambda: pods(cluster, namespace) == 2)
+        assert status(cluster, other) == {}
+        assert operator.metric("weightsync_step") == 0
+    cluster.kubectl("delete", "namespace", other, "--wait=false")
+
+
+def test_of_two_operators_one_acts_and_the_other_takes_over(cluster: ControlPlane, namespace: str) -> None:
+    lease = ["--lease", f"{namespace}/operator"]
+    with OperatorProcess(cluster, "-n", namespace, *lease) as first:
+        eventually(lambda: first.get("readyz") == "ok\n")
+        with OperatorProcess(cluster, "-n", namespace, *lease) as second:
+            assert cluster.apply(manifest("one"), namespace).returncode == 0
+            eventually(lambda: pods(cluster, namespace) == 2)
+            assert (first.passes() > 0, second.passes()) == (True, 0)
+            assert second.get("readyz") == "waits for the Lease\n"
+            first.process.send_signal(signal.SIGTERM)
+            assert first.process.wait(10) == 0
+            print(f"taken over in {eventually(lambda: second.get('readyz') == 'ok' + chr(10)):.1f} s after SIGTERM")
+            assert cluster.apply(manifest("two"), namespace).returncode == 0
+            eventually(lambda: pods(cluster, namespace) == 4)
+            with OperatorProcess(cluster, "-n", namespace, *lease) as third:
+                second.process.kill()
+                print(f"taken over in {eventually(lambda: third.get('readyz') == 'ok' + chr(10)):.1f} s after SIGKILL")
+
+
+def test_an_operator_whose_lease_is_taken_ends_with_1(cluster: ControlPlane, namespace: str) -> None:
+    with OperatorProcess(cluster, "-n", namespace, "--lease", f"{namespace}/operator") as operator:
+        eventually(lambda: operator.get("readyz") == "ok\n")
+        patch = json.dumps({"spec": {"holderIdentity": "somebody", "leaseDurationSeconds": 3600}})
+        cluster.kubectl("-n", namespace, "patch", "lease/operator", "--type=merge", "-p", patch)
+        assert operator.process.wait(30) == 1

@@ -1,0 +1,56 @@
+"""What watches bring is kept in its newest version, whatever the order in which it comes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from weightsync_operator.plan import Key
+from weightsync_operator.readers import WatchedReader
+
+KEY = Key("ns", "demo")
+SERVICE = ("Service", "demo-agents")
+
+
+def service(version: str, uid: str = "u1") -> dict[str, Any]:
+    meta = {
+        "namespace": "ns",
+        "name": "demo-agents",
+        "uid": uid,
+        "resourceVersion": version,
+        "labels": {"weightsync.dev/name": "demo"},
+        "managedFields": [{}],
+    }
+    return {"kind": "Service", "metadata": meta}
+
+
+def held(reader: WatchedReader) -> dict[str, Any] | None:
+    return asyncio.run(reader.children(KEY, [SERVICE])).get(SERVICE)  # type: ignore[return-value]
+
+
+def test_what_is_not_newer_is_no_news() -> None:
+    reader = WatchedReader()
+    assert reader.put("Service", service("9")) == KEY
+    assert reader.put("Service", service("9")) is None
+    assert reader.put("Service", service("10")) == KEY
+    assert reader.put("Service", service("9")) is None
+    kept = held(reader)
+    assert kept is not None
+    assert kept["metadata"]["resourceVersion"] == "10"
+    assert "managedFields" not in kept["metadata"]
+
+
+def test_an_old_object_s_end_does_not_take_its_successor_away() -> None:
+    reader = WatchedReader()
+    reader.put("Service", service("9", uid="u1"))
+    reader.wrote(service("12", uid="u2"))
+    assert reader.drop("Service", service("11", uid="u1")) == KEY
+    assert held(reader) is not None
+    assert reader.drop("Service", service("13", uid="u2")) == KEY
+    assert held(reader) is None
+
+
+def test_an_object_without_the_label_is_nobody_s() -> None:
+    stranger = service("1")
+    del stranger["metadata"]["labels"]
+    assert WatchedReader().put("Service", stranger) is None
