@@ -7,6 +7,7 @@ and not ours is never taken over.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import logging
@@ -27,17 +28,21 @@ from .plan import HTTP_PORT, ClusterAddresses, Key, Plan, PlanDefaults, plan
 from .platform import Observed, Problem
 from .pod_status import observe_agents, wants_events
 from .pods import keys_name
-from .readers import ChildId, Reader
+from .readers import ChildId, Reader, version_of
 from .reports_client import ReportsClient, ReportUnavailableError
 
 log = logging.getLogger("weightsync.cluster")
 
 RETRY_SECONDS = 30.0
 """After which what the API server refused is tried again: a quota may have been raised since."""
-EVENT_SECONDS = 3.0
-"""For which the events of a pod are not asked for again."""
+EVENT_SECONDS = 1.5
+"""For which the events of an object are not asked for again. A pod that waits changes nothing that is watched: passes
+that only its events explain come by themselves, after twice this time, and then after twice as long each time."""
+MAX_EVENT_WAIT = 64.0
 MAX_EVENT_LOOKUPS = 3
 """Pods of one WeightSync whose events are asked for in one pass: a sentence names no more."""
+
+Versions = frozenset[tuple[ChildId, tuple[str, str]]]
 
 DEFAULTS = PlanDefaults(ClusterAddresses())
 
@@ -71,6 +76,10 @@ class ClusterPlatform:
         self._settled: dict[tuple[Key, ChildId], tuple[str, str]] = {}
         """Child -> (hash, version) as the API server left it, where that never covers the plan."""
         self._events: dict[tuple[Key, str], tuple[float, list[Tree]]] = {}
+        self._clean: dict[Key, tuple[Plan, Versions]] = {}
+        """What was found as planned: it is compared again once the plan or an object is another one."""
+        self._waits: dict[Key, tuple[float, float]] = {}
+        """Key -> when the next pass for events is due, and how long after this one that is."""
 
     async def close(self) -> None:
         await self._reports.close()
@@ -89,8 +98,10 @@ class ClusterPlatform:
         ws = read_resource(tree)
         planned = plan(ws, self.defaults(ws))
         children = await self._children(planned)
-        made = render(planned, self._options, _keys(children, planned))
-        problems = [*made.problems, *_foreign(planned, children)]
+        problems: list[Problem] = []
+        if self._clean.get(key) != (planned, _versions(children)):
+            made = render(planned, self._options, _keys(children, planned))
+            problems = [*made.problems, *_foreign(planned, children)]
         refusal = self._refusals.get(key)
         if refusal is not None and not problems:
             if refusal.plan != planned or time.monotonic() - refusal.at > RETRY_SECONDS:
@@ -139,6 +150,8 @@ class ClusterPlatform:
     async def delete(self, key: Key) -> None:
         """The API server's garbage collector ends what belonged to it; this only forgets."""
         self._refusals.pop(key, None)
+        self._clean.pop(key, None)
+        self._waits.pop(key, None)
         self._settled = {at: value for at, value in self._settled.items() if at[0] != key}
         self._events = {at: value for at, value in self._events.items() if at[0] != key}
 
@@ -149,6 +162,8 @@ class ClusterPlatform:
 
     async def _carry_out(self, planned: Plan, children: dict[ChildId, Tree]) -> None:
         key = planned.key
+        if self._clean.get(key) == (planned, _versions(children)):
+            return
         try:
             made = render(planned, self._options, await self._curve_keys(planned, children))
             for tree in made.objects:
@@ -163,6 +178,7 @@ class ClusterPlatform:
             self._refuse(planned, Problem(_word(error.reason), f"the API server refused a part of it: {error}"))
             return
         self._refusals.pop(key, None)
+        self._clean[key] = planned, _versions(children)
 
     async def _curve_keys(self, planned: Plan, children: dict[ChildId, Tree]) -> CurveKeys | None:
         """Those that there are, and new ones only where there are none: other keys roll the pods."""
@@ -222,17 +238,26 @@ class ClusterPlatform:
     ) -> dict[str, Sequence[Tree]]:
         """Of the pods that don't run for a reason that only their events have, and of sets that lack pods."""
         asked: list[tuple[str, str]] = []
+        key = planned.key
         for pods_of in planned.pod_sets:
             names = [pods_of.pod_name(n) for n in range(pods_of.replicas)]
             live = children.get((STATEFUL_SET, pods_of.name))
             if live is not None and any(name not in pods for name in names):
                 asked.append((pods_of.name, live["metadata"]["uid"]))
             asked += [(n, pods[n]["metadata"]["uid"]) for n in names if n in pods and wants_events(pods[n])]
-        return {name: await self._events_about(planned.key, uid) for name, uid in asked[:MAX_EVENT_LOOKUPS]}
+        if not asked:
+            self._waits.pop(key, None)
+            return {}
+        due, wait = self._waits.get(key, (0.0, EVENT_SECONDS))
+        if time.monotonic() >= due:
+            wait = min(wait * 2, MAX_EVENT_WAIT)
+            self._waits[key] = time.monotonic() + wait, wait
+            asyncio.get_running_loop().call_later(wait, self._wake, key)
+        return {name: await self._events_about(key, uid) for name, uid in asked[:MAX_EVENT_LOOKUPS]}
 
     async def _events_about(self, key: Key, uid: str) -> list[Tree]:
         at, known = self._events.get((key, uid), (0.0, []))
-        if at and time.monotonic() - at < EVENT_SECONDS:
+        if at and time.monotonic() - at < EVENT_SECONDS:  # passes come in bursts
             return known
         found = await self._api.list(EVENT, key.namespace, fields=f"involvedObject.uid={uid}")
         kept = [{name: event.get(name) for name in ("type", "reason", "message")} for event in sorted(found, key=_when)]
@@ -306,6 +331,10 @@ def _keys(children: Mapping[ChildId, Tree], planned: Plan) -> CurveKeys | None:
             keys = CurveKeys(data)
             return keys if keys.complete else None
     return None
+
+
+def _versions(children: Mapping[ChildId, Tree]) -> Versions:
+    return frozenset((child, version_of(tree)) for child, tree in children.items())
 
 
 def _ours(planned: Plan, live: Tree) -> bool:

@@ -60,7 +60,7 @@ def wants_events(pod: Tree) -> bool:
         ended = state.get("terminated") or last
         if waiting.get("reason", "") in _EARLY or ended.get("exitCode") in (137, 143):
             return True
-    return not _statuses(pod)
+    return False
 
 
 def _agent(agent: PlannedAgent, pod: Tree, events: Sequence[Tree]) -> ObservedAgent:

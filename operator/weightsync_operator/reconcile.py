@@ -109,6 +109,16 @@ class Reconciler:
             memory.report = memory.report.model_copy(update={"steps": rest})
         return Pass(ws, status, True, None)
 
+    async def prime(self, key: Key) -> None:
+        """Before the first pass of a process: takes in what the sender has to report.
+
+        Without it, the first pass after a restart would take back a status that only a report can support.
+        """
+        observed = await self._platform.observe(key)
+        ws = observed.resource
+        if ws is not None and ws.status is not None and ws.status.last_step is not None and not ws.spec.suspend:
+            await self.poll(key, ws, 0)
+
     async def poll(self, key: Key, ws: WeightSync, wait: float = POLL_SECONDS) -> bool:
         """One long poll of the sender's report. False: nobody answered."""
         memory = self._memory(key, ws)

@@ -30,6 +30,8 @@ FIRST_BACKOFF = 0.5
 MAX_BACKOFF = 30.0
 MAX_PASSES = 16
 """Passes at a time."""
+PRIME_SECONDS = 3.0
+"""For which the first pass waits for the sender's report."""
 FOLLOW_RETRY_SECONDS = 2.0
 CLOSE_SECONDS = 5.0
 
@@ -100,6 +102,7 @@ class Workers:
         await self._open.wait()
         backoff = FIRST_BACKOFF
         try:
+            await self._prime(key)
             while not self._closing:
                 worker.woken.clear()
                 done = await self._pass(key, worker)
@@ -125,6 +128,13 @@ class Workers:
                 worker.follow.cancel()
             if self._workers.get(key) is worker:
                 del self._workers[key]
+
+    async def _prime(self, key: Key) -> None:
+        try:
+            async with asyncio.timeout(PRIME_SECONDS):
+                await self._reconciler.prime(key)
+        except (ApiError, UnreadableError, TimeoutError) as error:
+            log.debug("%s: nothing was read before the first pass: %s", key, error)
 
     async def _pass(self, key: Key, worker: _Worker) -> Pass | None:
         """None: it failed."""

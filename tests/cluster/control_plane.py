@@ -44,9 +44,9 @@ def programs() -> Path | None:
 
 
 class ControlPlane:
-    """Servers in a folder of their own. Use as a context manager."""
+    """Servers in a folder of their own. Use as a context manager. `scheduler`: whether one says why pods wait."""
 
-    def __init__(self, bin_dir: Path) -> None:
+    def __init__(self, bin_dir: Path, scheduler: bool = True) -> None:
         self.bin = bin_dir
         self.dir = Path(tempfile.mkdtemp(prefix="ws-cluster-"))
         self.kubeconfig = self.dir / f"{ADMIN}.kubeconfig"
@@ -55,6 +55,8 @@ class ControlPlane:
         self._servers: dict[str, subprocess.Popen[bytes]] = {}
         self._etcd, peer, self._port = _free_ports(3)
         self._commands = self._configure(peer)
+        if not scheduler:
+            del self._commands["kube-scheduler"]
 
     def __enter__(self) -> ControlPlane:
         try:
@@ -145,7 +147,7 @@ class ControlPlane:
 
     # --- configuration ----------------------------------------------------------------------------------------------
 
-    def _configure(self, peer: int) -> Mapping[str, Sequence[str]]:
+    def _configure(self, peer: int) -> dict[str, Sequence[str]]:
         key = self.dir / "sa.key"
         subprocess.run(
             ["openssl", "ecparam", "-genkey", "-name", "prime256v1", "-noout", "-out", str(key)],
@@ -173,6 +175,7 @@ class ControlPlane:
         )
         etcd = f"http://127.0.0.1:{self._etcd}"
         client = ["--kubeconfig", str(self.kubeconfig), "--leader-elect=false", "--secure-port=0"]
+        client += ["--kube-api-qps=1000", "--kube-api-burst=1000"]
         return {
             "etcd": [
                 *("--data-dir", str(self.dir / "etcd"), "--unsafe-no-fsync", "--log-level", "warn"),

@@ -204,3 +204,39 @@ def test_an_operator_whose_lease_is_taken_ends_with_1(cluster: ControlPlane, nam
         patch = json.dumps({"spec": {"holderIdentity": "somebody", "leaseDurationSeconds": 3600}})
         cluster.kubectl("-n", namespace, "patch", "lease/operator", "--type=merge", "-p", patch)
         assert operator.process.wait(30) == 1
+
+
+def test_what_only_events_tell_is_in_the_condition_soon(cluster: ControlPlane, namespace: str) -> None:
+    cluster.kubectl("-n", namespace, "create", "quota", "none", "--hard=pods=0")
+    eventually(lambda: "used" in (cluster.get("resourcequota", "none", namespace) or {}).get("status", {}))
+    with OperatorProcess(cluster, "-n", namespace):
+        assert cluster.apply(manifest(), namespace).returncode == 0
+        began = time.monotonic()
+
+        def told() -> bool:
+            conditions = status(cluster, namespace).get("conditions", [])
+            return any(c["reason"] == "FailedCreate" and "exceeded quota: none" in c["message"] for c in conditions)
+
+        eventually(told)
+        print(f"the quota was named {time.monotonic() - began:.1f} s after apply")
+        # Once the quota is gone the pods come, when the StatefulSet's controller tries again, and the condition goes.
+        cluster.kubectl("-n", namespace, "delete", "quota/none")
+
+
+def test_a_restart_takes_nothing_back_and_repeats_nothing(
+    cluster: ControlPlane, namespace: str, sender: Sender
+) -> None:
+    with OperatorProcess(cluster, "-n", namespace):
+        assert cluster.apply(manifest(), namespace).returncode == 0
+        eventually(lambda: pods(cluster, namespace) == 2)
+        run_pods(cluster, namespace, sender)
+        sender.step()
+        eventually(lambda: ready(cluster, namespace) == "True")
+        eventually(lambda: _settled(cluster))
+    before = cluster.writes()
+    with OperatorProcess(cluster, "-n", namespace) as second:
+        eventually(lambda: second.passes("unchanged") >= 1)
+        assert cluster.writes()[len(before) :] == []
+        sender.step()
+        eventually(lambda: status(cluster, namespace)["step"] == 2)
+        assert cluster.writes()[len(before) :] == ["patch weightsyncs/status demo"]

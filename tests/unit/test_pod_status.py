@@ -138,6 +138,7 @@ def test_events_are_asked_for_only_where_the_pod_itself_does_not_tell() -> None:
     assert not wants_events(pod({"running": {}}, phase="Running"))
     assert not wants_events(pod({"waiting": {"reason": "ImagePullBackOff"}}))
     assert not wants_events(pod(conditions=[{"type": "PodScheduled", "status": "False"}]))
+    assert not wants_events(pod())
     assert wants_events(pod({"waiting": {"reason": "ContainerCreating"}}))
     assert wants_events(pod({"waiting": {"reason": "CrashLoopBackOff"}}, last={"terminated": KILLED}))
 
