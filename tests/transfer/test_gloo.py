@@ -195,7 +195,7 @@ def test_a_receiver_that_raises_frees_the_others_and_the_next_step_is_whole(runt
         with pytest.raises(TransportError):
             members.sender.send(members.begin(1))
         assert members.sender.needs_regroup
-        assert bad.has_failed()
+        assert bad.answer()[1] == "RuntimeError"
         assert good.answer()[0] == "error"
         members.members.remove(bad)
         bad.kill()
@@ -212,7 +212,7 @@ def test_a_member_killed_in_mid_broadcast_ends_the_step_at_once_and_the_group_is
         channel = members.begin(1, seconds=100)
         threading.Timer(0.05, os.kill, (second.process.pid, signal.SIGKILL)).start()
         began = time.monotonic()
-        with pytest.raises(TransportError, match="gloo"):
+        with pytest.raises(TransportError):
             members.sender.send(channel)
         assert first.answer()[0] == "error"
         assert time.monotonic() - began < 50, "it waited for the deadline instead of seeing the death"

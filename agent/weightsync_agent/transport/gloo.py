@@ -3,8 +3,8 @@
 The group is a ProcessGroupGloo of its own, never torch.distributed's default one, which may be the trainer's.
 Its store lives in the sender; every group has its own prefix in it, so that a late word of an old group is nobody's.
 
-A broadcast goes in chunks. Gloo can't break one off, but a member that leaves closes its connections, which ends the
-others' chunks at once; a member that only falls silent ends them at the step's deadline, which every chunk carries.
+A broadcast goes in chunks, and each carries the step's deadline. A member that leaves closes its connections, which
+ends the others' chunks at once; one that only falls silent ends them at the deadline.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from ..manifest import ALIGNMENT, Manifest, align
 from ..protocol import Joined, Regroup, Regrouped, Welcome
 from ..targets import Target
 from .base import ReceiveChannel, ReceiverTransport, SendChannel, SenderTransport, SendPlan
+from .collective import hear_reason, presence
 from .group_plan import Bucket, GroupPlan, Op, Straight, group_plan, straight_bytes
 from .handover import Handover
 
@@ -52,6 +53,8 @@ IN_FLIGHT = 2
 """Broadcasts under way at a time: one moves while another is packed or unpacked. Gloo runs two threads a group."""
 PROBE_SECONDS = 30.0
 LONGEST_SLEEP_SECONDS = 0.001
+_CUT_TAG = 0x7757
+"""Nobody sends with it."""
 EXIT_SECONDS = 2.0
 """How long the end of the process waits for groups that are being closed."""
 
@@ -188,15 +191,40 @@ class GlooGroup:
         )
 
     def close(self) -> None:
-        """Closes this member's connections, which ends the others' broadcasts. Never blocks. Idempotent."""
+        """Closes this member's connections: no byte moves any more when it returns, and the others' broadcasts end.
+
+        Takes a millisecond. Idempotent.
+        """
         group, self._group = self._group, None
-        if group is not None:
-            # Gloo's own threads are joined when the group dies, which takes until their broadcasts are over.
-            holder = [group]
-            del group
-            closing = threading.Thread(target=holder.clear, name="weightsync-gloo-close", daemon=True)
-            _closing.add(closing)
-            closing.start()
+        if group is None:
+            return
+        _cut(group)
+        # Gloo's own threads are joined when the group dies. One may still wait for what was cut, to the deadline.
+        holder = [group]
+        del group
+        closing = threading.Thread(target=holder.clear, name="weightsync-gloo-close", daemon=True)
+        _closing.add(closing)
+        closing.start()
+
+
+def _cut(group: Any) -> None:
+    """Closes the sockets of a group at once.
+
+    Gloo has no call for it, and does not tell every operation of a peer that died: one that was being written or read
+    waits for its own timeout, and keeps the connections to the others open (pair.cc: signalException goes through the
+    queued operations only). But an operation that times out closes all of its group's connections
+    (unbound_buffer.cc, waitRecv). So: one that can't succeed.
+    """
+    for place in range(group.size()):
+        if place == group.rank():
+            continue
+        try:
+            work = group.recv([torch.empty(1, dtype=torch.uint8)], place, _CUT_TAG)
+        except RuntimeError:
+            continue  # this one is closed already: another has to do it
+        with contextlib.suppress(RuntimeError):
+            work.wait(timedelta(milliseconds=1))
+        return
 
 
 class _Flow:
@@ -226,18 +254,9 @@ class _Flow:
         while self._under_way:
             self._finish_oldest()
 
-    def settle(self) -> None:
-        """After a failure: waits until nothing is under way any more, so that no late byte lands in a tensor.
-
-        Ends at the deadline at the latest, which every broadcast carries; others' connections mostly close before.
-        """
-        while self._under_way:
-            with contextlib.suppress(RuntimeError):
-                self._under_way.popleft()[0].wait()
-
     def abandon(self, error: BaseException) -> None:
-        """After a failure: lets go of every broadcast. One that is still held, also by the error's own frames, keeps
-        the group's connections open, and the others would wait for this member to their deadline."""
+        """After a failure: lets go of every broadcast, also of those that the error's own frames hold, so that the
+        group's memory goes."""
         self._under_way.clear()
         traceback.clear_frames(error.__traceback__)
 
@@ -335,11 +354,7 @@ class GlooSender(SenderTransport):
         if self._group is None:
             raise TransportError("gloo: there is no group: regroup before the step")
 
-        def check() -> None:
-            if not channel.alive():
-                raise TransportError("gloo: a receiver left the step; the group can't finish without it")
-
-        flow = _Flow(self._group, channel.deadline, check)
+        flow = _Flow(self._group, channel.deadline, presence(channel))
         try:
             for op in self.moves.ops:
                 if self.plan.gather is None:
@@ -352,6 +367,8 @@ class GlooSender(SenderTransport):
             self.needs_regroup = True
             self._drop_group()
             flow.abandon(error)
+            if isinstance(error, TransportError):
+                hear_reason(channel)
             raise
 
     def _move(self, flow: _Flow, op: Op) -> None:
@@ -483,9 +500,7 @@ class GlooReceiver(ReceiverTransport):
                 self._receive_in_place(flow)
             flow.drain()
         except BaseException as error:
-            # Closing first ends what waits for this member, and with it what this one waits for.
-            self._drop_group()
-            flow.settle()
+            self._drop_group()  # from here on no late byte lands in a tensor
             flow.abandon(error)
             raise
 

@@ -21,15 +21,18 @@ from ..copy_plan import byte_view, is_plain, separate_aliases
 from ..cuda.arena import bytes_at
 from ..cuda.copy_plan import DeviceCopyPlan
 from ..cuda.digest import DeviceDigest
-from ..cuda.driver import device_index, gpu_uuid, normal_uuid
+from ..cuda.driver import device_index, normal_uuid
 from ..cuda.nccl import UNIQUE_ID_BYTES, Communicator, unique_id
+from ..cuda.nccl_environment import check_hosts
 from ..deadline import Deadline
 from ..digest import DIGEST_BYTES
 from ..errors import ConfigError, Refused, TransportError, ViewsRetained
+from ..identity import local_identity
 from ..manifest import Manifest
 from ..protocol import Identity, Joined, Regroup, Regrouped, Welcome
 from ..targets import Target
 from .base import ReceiveChannel, ReceiverTransport, SendChannel, SenderTransport, SendPlan
+from .collective import hear_reason, presence
 from .group_plan import Bucket, GroupPlan, Op, Straight, group_plan, straight_bytes
 from .handover import Handover
 from .nccl_end import Call, End, copy_plans, typed
@@ -46,8 +49,7 @@ class NcclSender(SenderTransport):
         )
         self._gathers = plan.gather is not None and any(isinstance(tensor, DTensor) for tensor in plan.tensors)
         self._end = End(plan.device, self.moves, plan.slots, plan.interface)
-        self._uuid = gpu_uuid(plan.device)
-        self._gpus: dict[int, str] = {}
+        self._members: dict[int, Identity] = {0: local_identity(0, plan.device)}
         self._packs: list[list[DeviceCopyPlan]] = []
         self._calls: list[Call] = []
         self._digest: DeviceDigest | None = None
@@ -99,21 +101,26 @@ class NcclSender(SenderTransport):
         return 0  # slots and tables are torch's, and NCCL's own memory is nobody's to count but NVML's
 
     def offer(self, identity: Identity) -> None:
-        """Raises Refused where the receiver's GPU is the sender's own, or another receiver's."""
+        """Raises Refused where the receiver's GPU is the sender's own or another receiver's, and where NCCL's settings
+        would make the group fail at its first broadcast."""
         gpu = normal_uuid(identity.gpu)
         if not gpu:
             raise Refused(f"rank {identity.rank} has no GPU, and this sender's weights are on one: give its pod a GPU")
-        others = {0: self._uuid} | {rank: uuid for rank, uuid in self._gpus.items() if rank != identity.rank}
-        owner = next((rank for rank, uuid in others.items() if uuid == gpu), None)
+        others = {rank: member for rank, member in self._members.items() if rank != identity.rank}
+        owner = next((rank for rank, member in others.items() if normal_uuid(member.gpu) == gpu), None)
         if owner is not None:
             raise Refused(
                 f"rank {identity.rank} is on GPU {gpu}, as rank {owner} is, and NCCL can't have two ranks on one GPU: "
                 "use IPC (spec.transport: IPC), or give the pod a GPU of its own"
             )
-        self._gpus[identity.rank] = gpu
+        try:
+            check_hosts([*others.values(), identity])
+        except ConfigError as error:
+            raise Refused(str(error)) from None
+        self._members[identity.rank] = identity
 
     def forget(self, rank: int, gone: bool = False) -> int:
-        self._gpus.pop(rank, None)
+        self._members.pop(rank, None)
         self.needs_regroup = True
         return 0  # a collective exports nothing
 
@@ -132,20 +139,18 @@ class NcclSender(SenderTransport):
         self.needs_regroup = False
 
     def send(self, channel: SendChannel) -> None:
-        def check() -> None:
-            if not channel.alive():
-                raise TransportError("NCCL: a receiver left the step; the group can't finish without it")
-
         try:
             with torch.cuda.device(self.plan.device):
-                communicator, watch = self._end.begin(channel.deadline, check)
+                communicator, watch = self._end.begin(channel.deadline, presence(channel))
                 if self._gathers:
                     self._send_gathered(communicator, watch)
                 else:
                     self._send(communicator, watch)
-        except BaseException:
+        except BaseException as error:
             self.needs_regroup = True
             self._end.fail()
+            if isinstance(error, TransportError):
+                hear_reason(channel)
             raise
 
     def _send(self, communicator: Communicator, watch: Callable[[], None]) -> None:
