@@ -14,6 +14,7 @@ import torch
 from pydantic import ValidationError
 from weightsync_api.agent_config import ENV_CONFIG, ENV_NODE, ENV_POD, ENV_RANK, AgentConfig
 
+from .cuda.nccl_environment import gpu_nodes, host_to_map_on
 from .errors import ConfigError
 from .protocol import PROTOCOL_VERSION, Identity
 
@@ -54,6 +55,8 @@ def local_identity(rank: int, device: torch.device, pod: str = "", node: str = "
         uid=os.getuid(),
         gpu=gpu_uuid(device),
         shm=_shm_identity(),
+        nccl_host=host_to_map_on(os.environ),
+        gpu_nodes=gpu_nodes() if device.type == "cuda" else 0,
         versions=versions(),
     )
 

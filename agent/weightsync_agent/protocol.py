@@ -46,6 +46,8 @@ class Identity(BaseModel):
     uid: int = Field(ge=0)
     gpu: str = Field(default="", max_length=64, description="GPU UUID without the prefix `GPU-`; empty on CPU")
     shm: str = Field(default="", max_length=64, description="identity of /dev/shm: device and inode of its root")
+    nccl_host: str = Field(default="", max_length=256, description="NCCL_HOSTID, where NCCL may map GPUs by it")
+    gpu_nodes: int = Field(default=0, ge=0, le=65536, description="GPUs whose device nodes it sees; 0: unknown")
     versions: dict[str, str] = Field(default_factory=dict, max_length=32)
 
 
