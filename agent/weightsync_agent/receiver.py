@@ -6,6 +6,7 @@ It has no thread: the engine's own loop calls `poll` or `wait`, and between two 
 from __future__ import annotations
 
 import logging
+import os
 import time
 import traceback
 from collections import Counter, deque
@@ -31,6 +32,10 @@ from .transport import receiver_transport
 from .transport.base import ReceiverTransport
 
 log = logging.getLogger("weightsync.receiver")
+
+LOOK_SECONDS = 0.05
+LOOKS = (os.cpu_count() or 1) >= 4
+"""Whether a core can be spared for the first LOOK_SECONDS of each wait."""
 
 HELLO_SECONDS = 0.01
 """How soon a Hello that did not go out is tried again."""
@@ -79,6 +84,9 @@ class Receiver:
         self._in_step = False
         self._owes_hello = False
         self._connected = False
+        self._begun = 0
+        """The last step that began with this sender, whole or not."""
+        self._look_until = 0.0
         self._meter = meter_for(self.device, lambda: self._transport.owned_bytes if self._transport else 0)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         # Every new connection is a sender that may be a new one: Hello goes first on each.
@@ -156,6 +164,10 @@ class Receiver:
             Closed: the sender said goodbye, or this end was closed.
         """
         deadline = Deadline(timeout)
+        self._look_until = time.perf_counter() + min(timeout, LOOK_SECONDS if LOOKS else 0)
+        return self._advance(deadline)
+
+    def _advance(self, deadline: Deadline) -> int | None:
         while True:
             message = self._take(deadline.remaining)
             if message is not None and (step := self._handle(message)) is not None:
@@ -168,8 +180,9 @@ class Receiver:
     def wait(self, timeout: float | None = None) -> int | None:
         """As `poll`, until a whole step came, or None after `timeout` seconds (None: no end)."""
         deadline = Deadline(timeout if timeout is not None else float("inf"))
+        self._look_until = time.perf_counter() + min(deadline.remaining, LOOK_SECONDS if LOOKS else 0)
         while True:
-            step = self.poll(min(deadline.remaining, 1.0))
+            step = self._advance(deadline.earlier(1.0))
             if step is not None or deadline.passed:
                 return step
 
@@ -181,6 +194,8 @@ class Receiver:
             return self._put_back.popleft()
         # The socket first: a message that is there costs no poll.
         frame = self._receive()
+        if frame is None and timeout > 0:
+            frame = self._look()
         if frame is None:
             if self._owes_hello:
                 self._say_hello()
@@ -198,6 +213,18 @@ class Receiver:
             self.errors["protocol"] += 1
             self._post(protocol.Error(cause=str(error)))
             return None
+
+    def _look(self) -> bytes | None:
+        """For the first moments of a wait, looks where the sender lays a Begin, which is seen sooner than one sent."""
+        while self._transport is not None and time.perf_counter() < self._look_until:
+            if (frame := self._transport.find()) is not None:
+                return frame
+            if _readable(self._socket):
+                return self._receive()
+            if _readable(self._monitor):
+                return None
+            time.sleep(0)  # the engine's other threads go first
+        return None
 
     def _receive(self) -> bytes | None:
         if not _readable(self._socket):
@@ -267,6 +294,7 @@ class Receiver:
             self._refused(Refused("the sender's manifest does not have the hash that it announced"))
             return
         self._drop_transport()
+        self._begun = 0
         deadline = Deadline(self.config.join_timeout_seconds)
         try:
             self.target.bind(self._manifest)
@@ -318,6 +346,9 @@ class Receiver:
         if transport is None or begin.manifest_hash != transport.manifest.hash:
             self._post(protocol.Error(step=begin.step, cause="it has not joined with this manifest: say Hello again"))
             return None
+        if begin.step <= self._begun:
+            return None  # it came both ways: see transport/mailbox.py
+        self._begun = begin.step
         began = time.perf_counter()
         channel = ReceiverStepChannel(begin, self._post, self._take, self._meter.before)
         # From here on bytes land: whatever happens, the weights are mixed until the step is whole.
@@ -347,14 +378,14 @@ class Receiver:
             self._in_step = False
         self._memory = self._meter.after()
         self._state, self._message, self._step = AgentState.SYNCED, "", begin.step
-        self._post(
-            protocol.Ack(
-                step=begin.step,
-                load_microseconds=round((time.perf_counter() - began) * 1e6),
-                verified=begin.verify,
-                memory=self._memory,
-            )
+        ack = protocol.Ack(
+            step=begin.step,
+            load_microseconds=round((time.perf_counter() - began) * 1e6),
+            verified=begin.verify,
+            memory=self._memory,
         )
+        transport.lay(protocol.encode(ack))
+        self._post(ack)
         return begin.step
 
     def _verify(self, transport: ReceiverTransport, commit: protocol.Commit) -> None:

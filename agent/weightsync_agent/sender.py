@@ -12,6 +12,7 @@ import secrets
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, Self
@@ -241,17 +242,19 @@ class Sender:
             self._regroup(channel)
         transport.open_step(step)
         digests = transport.digests() if verify and transport.whole else b""
-        channel.begin(
-            protocol.Begin(
-                step=step,
-                manifest_hash=self.manifest.hash,
-                verify=verify,
-                whole=transport.whole,
-                digests=digests,
-                flag_base=transport.flag_base,
-                timeout_seconds=max(channel.deadline.remaining, 0.001),
-            )
+        begin = protocol.Begin(
+            step=step,
+            manifest_hash=self.manifest.hash,
+            verify=verify,
+            whole=transport.whole,
+            digests=digests,
+            flag_base=transport.flag_base,
+            timeout_seconds=max(channel.deadline.remaining, 0.001),
         )
+        frame = protocol.encode(begin)
+        for rank in channel.ranks:
+            transport.lay(rank, frame)
+        channel.begin(begin)
         if transport.whole:
             self._meter.before()  # while the receivers copy; nothing was allocated since the step began
         else:
@@ -385,9 +388,19 @@ class Sender:
             # Waking a thread that sleeps takes longer than all else that a step costs beyond its copies.
             spin_until = time.perf_counter() + min(timeout, SPIN_SECONDS)
             while not self._readable() and time.perf_counter() < spin_until:
-                pass
+                if self._found(self._channel):
+                    return
         if timeout <= 0 or self._readable() or self._socket.poll(max(1, round(timeout * 1000))):
             self._take_all()
+
+    def _found(self, channel: StepChannel) -> bool:
+        """Takes in what receivers laid where it is seen sooner than sent (transport/mailbox.py)."""
+        any_found = False
+        for rank in channel.ranks:
+            if rank not in channel.acks and (frame := self._transport.find(rank)) is not None:
+                with suppress(protocol.ProtocolError):  # torn or foolish: what counts comes over the socket too
+                    any_found |= channel.take(channel.members[rank], protocol.decode_from_receiver(frame))
+        return any_found
 
     def _readable(self) -> bool:
         """By the socket's own word: an empty receive raises, which takes ten times as long."""

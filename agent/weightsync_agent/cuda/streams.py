@@ -47,6 +47,14 @@ class NamedStream:
             self._to_caller.record(self.stream)
             caller.wait_event(self._to_caller)
 
+    def synchronize(self) -> None:
+        """Waits for all that is queued here."""
+        self.stream.synchronize()
+
+    def synchronize_caller(self) -> None:
+        """Waits for all that the current stream has queued."""
+        torch.cuda.current_stream(self.device).synchronize()
+
     @property
     def pointer(self) -> int:
         """CUstream, for the driver's calls."""

@@ -174,6 +174,13 @@ class SenderTransport(ABC):
     def fence(self) -> None:
         """Makes the trainer's queued writes visible to what follows. On a GPU: waits for the current stream."""
 
+    def lay(self, rank: int, frame: bytes) -> None:
+        """Lays a copy of a message to a receiver where it is seen sooner than over ZeroMQ, if it is looking."""
+
+    def find(self, rank: int) -> bytes | None:
+        """A message that a receiver laid so. Never waits."""
+        return None
+
     def open_step(self, step: int) -> None:
         """The tensors lie still from now on: where receivers can look at shared memory, they see it there."""
 
@@ -233,6 +240,13 @@ class ReceiverTransport(ABC):
         `check`: called while waiting; raises when the sender has given this group up.
         """
         raise NotImplementedError
+
+    def lay(self, frame: bytes) -> None:
+        """As SenderTransport.lay, to the sender."""
+
+    def find(self) -> bytes | None:
+        """As SenderTransport.find, from the sender."""
+        return None
 
     @abstractmethod
     def receive(self, channel: ReceiveChannel) -> None:

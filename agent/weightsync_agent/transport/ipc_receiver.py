@@ -39,6 +39,7 @@ from .ipc_sender import (
     STEP_WORD,
     TAKEN_WORD,
 )
+from .mailbox import CONTROL_BYTES, FROM_RECEIVER, FROM_SENDER, Mailbox
 from .staging import Loader
 from .stand_ins import StandIns
 from .waiting import Waiter
@@ -53,6 +54,7 @@ class IpcReceiver(ReceiverTransport):
         self._stream = named_stream(device, COPY)
         self._control: HostMemory | None = None
         self._page: ControlPage | None = None
+        self._mailbox: Mailbox | None = None
         self._flags: FlagPage | None = None
         self._data: list[DeviceArena] = []
         self._released: list[bool] = []
@@ -86,6 +88,8 @@ class IpcReceiver(ReceiverTransport):
                 HostMemory.map(descriptor, 1).close()
         assert self._control is not None
         self._page = ControlPage(self._control)
+        if self._control.nbytes >= CONTROL_BYTES:
+            self._mailbox = Mailbox(self._control, FROM_RECEIVER, FROM_SENDER)
         if offer.handles:
             result = self._open_handles(offer)
         else:
@@ -185,6 +189,13 @@ class IpcReceiver(ReceiverTransport):
                 rows += [(sources[index], int(destinations[t]), entry.nbytes) for t in (index, *also.get(index, ()))]
         return merge_runs(np.array(rows, np.int64).reshape(-1, 3))
 
+    def lay(self, frame: bytes) -> None:
+        if self._mailbox is not None:
+            self._mailbox.lay(frame)
+
+    def find(self) -> bytes | None:
+        return self._mailbox.find() if self._mailbox is not None else None
+
     # --- a step -------------------------------------------------------------------------------------------------
 
     def receive(self, channel: ReceiveChannel) -> None:
@@ -198,7 +209,7 @@ class IpcReceiver(ReceiverTransport):
             self._plans[0].run(self._stream.stream)
             self._empty()
             channel.started()
-            self._stream.stream.synchronize()
+            self._stream.synchronize()
         else:
             self._queue(channel)
         if self._page[STEP_WORD] != channel.step & 0xFFFFFFFF:
@@ -330,7 +341,7 @@ class IpcReceiver(ReceiverTransport):
         for opened in self._imports:
             opened.close()
         self._imports = []
-        self._page = None
+        self._page = self._mailbox = None
         if self._control is not None:
             self._control.close()
             self._control = None

@@ -12,7 +12,6 @@ allocation), what is queued already comes to its end by itself.
 
 from __future__ import annotations
 
-import mmap
 import os
 import secrets
 import time
@@ -34,6 +33,7 @@ from ..manifest import Piece, align, layout
 from ..protocol import Identity, Joined, Offer, Region
 from .base import SendChannel, SenderTransport, SendPlan
 from .descriptors import DescriptorServer
+from .mailbox import CONTROL_BYTES, FROM_RECEIVER, FROM_SENDER, Mailbox
 from .stand_ins import StandIns
 from .waiting import Waiter
 
@@ -65,6 +65,7 @@ class _Export:
     control: HostMemory
     page: ControlPage
     expected: str
+    mailbox: Mailbox
     token: str = ""
     descriptors: list[int] = field(default_factory=list)
     """Ours to close, once the receiver has its own."""
@@ -152,7 +153,12 @@ class IpcSender(SenderTransport):
         own = local_identity(0, self.plan.device)
         if identity.node and own.node and identity.gpu == "":
             raise Refused(f"rank {identity.rank} has no GPU, and the weights are on GPU {own.gpu}")
-        export = _Export(control := HostMemory.create(mmap.PAGESIZE, "weightsync-control"), ControlPage(control), "")
+        export = _Export(
+            control := HostMemory.create(CONTROL_BYTES, "weightsync-control"),
+            ControlPage(control),
+            "",
+            Mailbox(control, FROM_SENDER, FROM_RECEIVER),
+        )
         self._exports[identity.rank] = export
         try:
             if self.plan.mode == "Direct" and self.plan.arena is None:
@@ -273,7 +279,7 @@ class IpcSender(SenderTransport):
         if self.plan.mode == "Direct":
             if self._stand_ins is not None:
                 self._stand_ins.fill()
-            torch.cuda.current_stream(self.plan.device).synchronize()
+            self._stream.synchronize_caller()
             return
         self._stream.follow()
         # Before Begin, which carries flag_base: everything of the step before is over on both sides' words.
@@ -291,6 +297,14 @@ class IpcSender(SenderTransport):
         if self._digest is None:
             self._digest = DeviceDigest.of_tensors(self._stand_ins.tensors, self.plan.device)
         return self._digest.bytes()
+
+    def lay(self, rank: int, frame: bytes) -> None:
+        if (export := self._exports.get(rank)) is not None:
+            export.mailbox.lay(frame)
+
+    def find(self, rank: int) -> bytes | None:
+        export = self._exports.get(rank)
+        return export.mailbox.find() if export is not None else None
 
     def open_step(self, step: int) -> None:
         for export in self._exports.values():

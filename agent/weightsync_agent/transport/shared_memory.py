@@ -27,6 +27,7 @@ from ..protocol import Bucket, Identity, Joined, Offer, Region, Welcome
 from ..targets import Target
 from .base import ReceiveChannel, ReceiverTransport, SendChannel, SenderTransport, SendPlan
 from .descriptors import DescriptorServer, fetch_descriptors
+from .mailbox import CONTROL_BYTES, FROM_RECEIVER, FROM_SENDER, Mailbox
 from .staging import Loader
 
 ROUTE = "SharedMemory"
@@ -44,6 +45,7 @@ class _Export:
 
     control: HostMemory
     page: ControlPage
+    mailbox: Mailbox
     token: str
     self_test: HostMemory
     expected: str
@@ -83,7 +85,7 @@ class SharedMemorySender(SenderTransport):
 
     def offer(self, identity: Identity) -> Offer:
         self.forget(identity.rank)
-        control = HostMemory.create(mmap.PAGESIZE, "weightsync-control")
+        control = HostMemory.create(CONTROL_BYTES, "weightsync-control")
         page = ControlPage(control)
         self_test = HostMemory.create(SELF_TEST_BYTES, "weightsync-self-test")
         pattern = torch.frombuffer(bytearray(secrets.token_bytes(SELF_TEST_BYTES)), dtype=torch.uint8)
@@ -101,6 +103,7 @@ class SharedMemorySender(SenderTransport):
         self._exports[identity.rank] = _Export(
             control=control,
             page=page,
+            mailbox=Mailbox(control, FROM_SENDER, FROM_RECEIVER),
             token=token,
             self_test=self_test,
             expected=f"{tensor_digest(pattern):016x}",
@@ -139,6 +142,14 @@ class SharedMemorySender(SenderTransport):
         if self.plan.gather is None:
             return tensor_digests(self.plan.tensors)
         return self._gathered_digests
+
+    def lay(self, rank: int, frame: bytes) -> None:
+        if (export := self._exports.get(rank)) is not None:
+            export.mailbox.lay(frame)
+
+    def find(self, rank: int) -> bytes | None:
+        export = self._exports.get(rank)
+        return export.mailbox.find() if export is not None else None
 
     def open_step(self, step: int) -> None:
         for export in self._exports.values():
@@ -204,6 +215,7 @@ class SharedMemoryReceiver(ReceiverTransport):
         super().__init__(welcome, manifest, target)
         self._memories: list[HostMemory] = []
         self._page: ControlPage | None = None
+        self._mailbox: Mailbox | None = None
         self._plan: CopyPlan | None = None
         self._plans: list[CopyPlan] = []
         self._loader: Loader | None = None
@@ -223,6 +235,8 @@ class SharedMemoryReceiver(ReceiverTransport):
         for descriptor, region in zip(descriptors, offer.regions, strict=True):
             self._memories.append(HostMemory.map(descriptor, region.nbytes))
         self._page = ControlPage(self._memories[0])
+        if self._memories[0].nbytes >= CONTROL_BYTES:
+            self._mailbox = Mailbox(self._memories[0], FROM_RECEIVER, FROM_SENDER)
         result = f"{tensor_digest(self._memories[1].tensor()):016x}"
         self._release(1)
         data = self._memories[2:]
@@ -252,6 +266,13 @@ class SharedMemoryReceiver(ReceiverTransport):
             views = [memory.tensor() for memory in data]
             also = separate_aliases(self.manifest, destinations)
             self._plans = unpack_plans(destinations, self._layout, views, also)
+
+    def lay(self, frame: bytes) -> None:
+        if self._mailbox is not None:
+            self._mailbox.lay(frame)
+
+    def find(self) -> bytes | None:
+        return self._mailbox.find() if self._mailbox is not None else None
 
     def receive(self, channel: ReceiveChannel) -> None:
         assert self._page is not None
@@ -304,7 +325,7 @@ class SharedMemoryReceiver(ReceiverTransport):
         self._plan, self._plans = None, []
         for region in range(1, len(self._memories)):
             self._release(region)
-        self._page = None
+        self._page = self._mailbox = None
         for memory in self._memories[:1]:
             memory.close()
         self._memories = []
