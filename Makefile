@@ -73,6 +73,7 @@ bench-gpu: $(GPU_READY) ## Measure on one GPU, beside vLLM and verl: writes benc
 bench-gpu2: $(GPU_READY) ## Measure between two GPUs, beside vLLM: writes benchmarks/results/nccl-h200x2.json.
 	@test -e .peers/versions.json || $(GPU_PYTHON) benchmarks/peers.py fetch
 	$(GPU_PYTHON) benchmarks/gpu2.py
+	$(GPU_PYTHON) benchmarks/pod_routes.py
 
 clean: ## Remove the virtual environments, the quickstart's model, and caches.
 	rm -rf .venv .venv-torch* examples/quickstart/build .pytest_cache .mypy_cache .ruff_cache .hypothesis
