@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from weightsync_agent.bench.case import Case, Measured, Memory, slope
 from weightsync_agent.bench.models import allocate, fill, manifest_of
 from weightsync_agent.bench.rows import Baseline, against, baseline_row, result, row_of, table
+from weightsync_agent.bench.series import Series
 from weightsync_agent.errors import SourceError
 from weightsync_api.bench_result import BenchResult, BenchRow
 from weightsync_api.reports import MemorySample
@@ -23,12 +26,19 @@ def a_case(model: str = "310x1KiB", *, verify: bool = False) -> Case:
     )  # fmt: skip
 
 
+def series(*values: float) -> Series:
+    made = Series(len(values))
+    for value in values:
+        made.append(value)
+    return made
+
+
 def measured(
     mode: str = "Direct", nbytes: int = 310 << 10, seconds: tuple[float, ...] = (0.003, 0.001, 0.002)
 ) -> Measured:
     memory = [
-        Memory(base=100 * MIB, reserved=[101 * MIB, 103 * MIB, 102 * MIB], peak=104 * MIB),
-        Memory(base=200 * MIB, reserved=[210 * MIB, 210 * MIB, 210 * MIB], peak=217 * MIB),
+        Memory(100 * MIB, series(101 * MIB, 103 * MIB, 102 * MIB), peak=104 * MIB),
+        Memory(200 * MIB, series(210 * MIB, 210 * MIB, 210 * MIB), peak=217 * MIB),
     ]
     return Measured(mode, nbytes, 310, list(seconds), memory, "SharedMemory")
 
@@ -76,12 +86,21 @@ def test_the_slope_is_that_of_the_least_squares_line() -> None:
 
 
 def test_memory_counts_growth_over_measured_steps_and_the_peak_over_all() -> None:
-    memory = Memory(base=10)
+    memory = Memory(10, Series(3))
     for number, (reserved, peak) in enumerate([(50, 90), (30, 31), (34, 35), (33, 40)]):
         memory.take(MemorySample(reserved_after=reserved, peak=peak), measured=number > 0)
     assert memory.growth == 4
     assert memory.peak == 90
     assert memory.slope == pytest.approx(1.5)
+
+
+def test_a_series_keeps_what_it_has_room_for_and_never_grows() -> None:
+    made = series(3, 1 << 52, 5)
+    size = sys.getsizeof(made._values)
+    made.append(9)
+    assert list(made) == [3, 1 << 52, 5]
+    assert (len(made), made[-1], max(made)) == (3, 5, 1 << 52)
+    assert sys.getsizeof(made._values) == size
 
 
 def test_a_row_has_the_median_its_rate_and_the_ratio_to_the_copy() -> None:

@@ -20,11 +20,14 @@ from ..manifest import Manifest
 from ..protocol import Begin, encode
 from .models import allocate
 from .processes import START_SECONDS, BenchError, Other
+from .series import Series
 
 LARGEST_COPY = 8 << 30
 """Bytes. A larger copy is taken at the rate of this one."""
 LARGEST_LIST = 24 << 30
 WARMUPS = 3
+MOST_TRIPS = 10_000
+"""Of which the times are kept; a soak takes more."""
 ANSWER_MILLISECONDS = 10_000
 
 
@@ -92,7 +95,7 @@ class RoundTrips:
     """
 
     def __init__(self, directory: Path) -> None:
-        self.seconds: list[float] = []
+        self.seconds = Series(MOST_TRIPS)
         self._frame = encode(Begin(step=1, manifest_hash="0" * 64, verify=False, whole=True, timeout_seconds=600))
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         endpoint = f"ipc://{directory}/echo"

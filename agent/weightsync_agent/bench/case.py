@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,9 +20,12 @@ from ..sender import Sender
 from ..transport import make_arena
 from .models import allocate, fill, manifest_of
 from .processes import START_SECONDS, Other
+from .series import Series
 from .tasks import ReceiverReady, ReceiverTask
 
 WARMUPS = 3
+SOAK_WARMUPS = 100
+"""The sender keeps its last 64 reports, and until then its memory grows with them."""
 JOIN_SECONDS = 60.0
 """The receivers' processes are up when the sender starts: only to map memory is left."""
 
@@ -43,13 +46,14 @@ class Case:
     bucket_bytes: int
     slots: int
     steps: int
-    """Measured steps, after WARMUPS."""
+    """Measured steps, after the warm-up."""
     threads: int
     """Of torch, in each process."""
     adopted: bool = True
     """Direct mode: the weights lie in an arena. False: each an allocation of its own that a torch handle exports."""
     verify: bool = False
     """Digests in every step. Otherwise in the first, and in one after the last that is measured."""
+    warmups: int = WARMUPS
 
     @property
     def agent_transport(self) -> Transport:
@@ -62,8 +66,8 @@ class Memory:
 
     base: int
     """With the weights and nothing else."""
-    reserved: list[int] = field(default_factory=list)
-    """After each step."""
+    reserved: Series
+    """After each measured step."""
     peak: int = 0
 
     def take(self, sample: MemorySample, measured: bool) -> None:
@@ -74,7 +78,7 @@ class Memory:
     @property
     def growth(self) -> int:
         """Most that it was above the first measured step's."""
-        return max(self.reserved) - self.reserved[0] if self.reserved else 0
+        return round(max(self.reserved) - self.reserved[0]) if self.reserved else 0
 
     @property
     def slope(self) -> float:
@@ -90,7 +94,7 @@ class Measured:
     """Direct or Packed: what the sender took."""
     nbytes: int
     tensors: int
-    seconds: list[float]
+    seconds: Sequence[float]
     memory: list[Memory]
     """By rank, the sender's first."""
     route: str
@@ -98,7 +102,7 @@ class Measured:
     """Of the slowest receiver: from its Hello to its admission, memory mapped, plans built and self-test passed."""
 
 
-def measure(case: Case, progress: Progress, between: Callable[[], None]) -> Measured:
+def measure(case: Case, progress: Progress, between: Callable[[], None] = lambda: None) -> Measured:
     """Runs the case. `between` is called before each measured step, for what is measured beside it.
 
     Raises BenchError, StepFailed, JoinTimeout, ConfigError, TransportError; leaves no process and no memory.
@@ -119,12 +123,12 @@ def measure(case: Case, progress: Progress, between: Callable[[], None]) -> Meas
         bases = [ReceiverReady.model_validate_json(r.line(ready)).reserved_bytes for r in receivers]
         arena_bytes = arena.nbytes if arena is not None else 0
         meter = meter_for(case.device, lambda: arena_bytes)
-        memory = [Memory(meter.after().reserved_after), *map(Memory, bases)]
+        memory = [Memory(base, Series(case.steps)) for base in (meter.after().reserved_after, *bases)]
         meter.close()
         with Sender(weights, config=config, arena=arena) as sender:
-            seconds = []
-            for number in range(WARMUPS + case.steps):
-                measured = number >= WARMUPS
+            seconds = Series(case.steps)
+            for number in range(case.warmups + case.steps):
+                measured = number >= case.warmups
                 if measured:
                     between()
                 _touch(weights, number)
@@ -134,7 +138,7 @@ def measure(case: Case, progress: Progress, between: Callable[[], None]) -> Meas
                 if measured:
                     seconds.append(taken)
                 _note(memory, report, measured)
-                progress(f"step {number + 1} of {WARMUPS + case.steps}: {taken * 1e3:.3f} ms")
+                progress(f"step {number + 1} of {case.warmups + case.steps}: {taken * 1e3:.3f} ms")
             # The proof that what was timed moves every byte: all of them anew, and compared.
             fill(weights, 1)
             if not sender.step().verified:
@@ -144,7 +148,7 @@ def measure(case: Case, progress: Progress, between: Callable[[], None]) -> Meas
     return Measured(state.mode, manifest.nbytes, len(manifest.tensors), seconds, memory, state.route, joins)
 
 
-def slope(values: Sequence[int]) -> float:
+def slope(values: Sequence[float]) -> float:
     """Slope of the least-squares line through (0, v0), (1, v1), ...; 0 for fewer than two."""
     count = len(values)
     if count < 2:
@@ -173,7 +177,7 @@ def _config(case: Case, directory: str) -> AgentConfig:
         slots=case.slots,
         receivers=len(case.receiver_devices),
         join_timeout_seconds=JOIN_SECONDS,
-        verify=Verify(mode=VerifyMode.DIGEST, every_steps=1 if case.verify else WARMUPS + case.steps + 1),
+        verify=Verify(mode=VerifyMode.DIGEST, every_steps=1 if case.verify else case.warmups + case.steps + 1),
         bind=endpoint,
         connect=endpoint,
         runtime_dir=directory,

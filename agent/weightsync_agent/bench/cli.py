@@ -16,7 +16,7 @@ from weightsync_api.v1alpha1.spec import TransferMode
 from ..errors import ConfigError, SourceError, WeightSyncError
 from ..manifest import ALIGNMENT, Manifest
 from .baseline import LARGEST_COPY, LARGEST_LIST
-from .case import Case
+from .case import SOAK_WARMUPS, WARMUPS, Case
 from .models import manifest_of
 from .progress import Progress
 from .rows import table
@@ -116,6 +116,7 @@ def command(
             Case(
                 model=model, transport=kind, mode=one, device=ours, receiver_devices=theirs, bucket_bytes=bucket_size,
                 slots=slots, steps=soak or steps, threads=torch.get_num_threads(), verify=verify,
+                warmups=SOAK_WARMUPS if soak else WARMUPS,
             )
             for model in chosen
             for one in MODES[mode]

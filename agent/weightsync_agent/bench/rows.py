@@ -104,7 +104,7 @@ def slopes(measured: Measured) -> str:
     """Reserved memory over a soak, by process."""
     names = ["sender", *(f"rank {rank}" for rank in range(1, len(measured.memory)))]
     parts = [
-        f"{name} {memory.slope:+.1f} bytes/step, {format_delta(memory.reserved[-1] - memory.reserved[0])}"
+        f"{name} {memory.slope:+.1f} bytes/step, {format_delta(round(memory.reserved[-1] - memory.reserved[0]))}"
         for name, memory in zip(names, measured.memory, strict=True)
     ]
     return f"reserved over {len(measured.seconds)} steps: {'; '.join(parts)}"

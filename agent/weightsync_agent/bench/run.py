@@ -20,12 +20,15 @@ from .case import Case, measure
 from .models import manifest_of
 from .progress import Progress
 from .rows import SMALL_BYTES, Baseline, against, baseline_row, result, row_of
+from .series import Series
 
 TRIPS = 3
 """Round trips before each measured step."""
 TRIPS_TO_WARM = 200
 COPIES = 8
 """Copies of each kind before and after a large model's steps."""
+MOST_COPIES = 10_000
+"""Of which the times are kept; a soak takes more."""
 PEER_STEPS = 20
 
 
@@ -42,8 +45,8 @@ class Plan:
 class _Times:
     """Seconds of what is measured beside a model's steps."""
 
-    copies: list[float] = field(default_factory=list)
-    lists: list[float] = field(default_factory=list)
+    copies: Series = field(default_factory=lambda: Series(MOST_COPIES))
+    lists: Series = field(default_factory=lambda: Series(MOST_COPIES))
 
 
 def run(plan: Plan, progress: Progress) -> BenchResult:
@@ -111,10 +114,12 @@ def _beside(manifest: Manifest, device: torch.device, trips: RoundTrips, times: 
 
 def _copies(manifest: Manifest, device: torch.device, times: _Times) -> None:
     """Copies before all steps and after them: the median of both is least wrong about a machine that changed."""
-    times.copies += copy_times(manifest.nbytes, device, COPIES)
+    for seconds in copy_times(manifest.nbytes, device, COPIES):
+        times.copies.append(seconds)
     _give_back(device)
     many = list_copy(manifest, device)
-    times.lists += [many() for _ in range(COPIES)]
+    for _ in range(COPIES):
+        times.lists.append(many())
     del many
     _give_back(device)
 
