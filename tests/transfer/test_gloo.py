@@ -16,7 +16,7 @@ from collective import Members, anonymous_bytes
 from weightsync_agent.deadline import Deadline
 from weightsync_agent.errors import StepTimeout, TransportError
 from weightsync_agent.manifest import describe
-from weightsync_agent.transport.gloo import CHUNK_BYTES
+from weightsync_agent.transport.gloo_group import CHUNK_BYTES
 
 MIB = 1 << 20
 DTYPES = [
