@@ -35,7 +35,7 @@ def main() -> None:
     """
 
 
-@main.command()
+@main.command(short_help="Carry out the WeightSyncs of a file on this machine.")
 @click.argument("file", type=Manifest)
 @click.option("--steps", type=click.IntRange(1, 1_000_000_000), help="Steps to do; instead of spec.steps.count.")
 @click.option("--timeout", type=click.FloatRange(0, min_open=True), help="Seconds after which the run is ended.")
@@ -83,7 +83,7 @@ def run(file: Path, steps: int | None, timeout: float | None, output: str, verbo
         sys.exit(1)
 
 
-@main.command(name="plan")
+@main.command(name="plan", short_help="Print the Kubernetes objects that a file becomes.")
 @click.argument("file", type=Manifest)
 @click.option("--image", default=f"weightsync-agent:{version('weightsync')}", show_default=True, help="Agents' image.")
 def plan_command(file: Path, image: str) -> None:

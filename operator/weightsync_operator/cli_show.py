@@ -43,7 +43,7 @@ def _text(dumper: _Dumper, text: str) -> yaml.Node:
 _Dumper.add_representer(str, _text)
 
 
-@click.command()
+@click.command(short_help="List the WeightSyncs that run on this machine.")
 @click.argument("name", required=False)
 @click.option("-n", "--namespace", help="Only this namespace; all of them otherwise.")
 @click.option(
@@ -60,7 +60,7 @@ def get(name: str | None, namespace: str | None, output: str | None, watch: bool
       weightsync get -w
     """
     if watch and output in ("yaml", "json"):
-        raise click.UsageError("--watch prints lines: leave it, or leave --output yaml|json")
+        raise click.UsageError("--watch prints lines: leave out --watch, or --output yaml|json")
     found = _found(name, namespace)
     if not found and name:
         _nothing(name)

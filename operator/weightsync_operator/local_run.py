@@ -239,7 +239,7 @@ class LocalRun:
     def _summary(self, outcome: Outcome) -> str:
         status = self.platform.status
         words = {EXIT_DONE: "done", EXIT_TIMEOUT: "timed out", EXIT_FAILED: "failed"}
-        parts = [f"{self._counted} steps"]
+        parts = [f"{self._counted} step{'' if self._counted == 1 else 's'}"]
         if status is not None:
             # Of the last step, not of now: at the end everything is being stopped.
             acked = status.last_step.receivers if status.last_step else 0

@@ -140,7 +140,7 @@ class LiveScreen(Screen):
     def _draw(self) -> Group:
         now = datetime.now(UTC)
         resources = list(self._resources.values())
-        table = drawn([row(ws, self._columns, now) for ws in resources], self._columns)
+        table = drawn([row(ws, self._columns, now) for ws in resources], self._columns, self._console.width)
         return Group(table, *(Text(why, style="dim") for ws in resources if (why := _why(ws))))
 
 

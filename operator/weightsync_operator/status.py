@@ -191,10 +191,10 @@ def _agent(
     elif before is not None and before.pod == planned.pod:
         agent = before.model_copy()
     if seen is None:
-        return agent.model_copy(update={"state": AgentState.STARTING.value, "message": "not made yet"})
+        return agent.model_copy(update={"state": AgentState.STARTING.value, "message": "not created yet"})
     agent.node = seen.node or agent.node
     if seen.running:
-        if told is None and agent.state == AgentState.LOST:
+        if told is None and agent.state in (AgentState.LOST, AgentState.STARTING):
             agent = agent.model_copy(update={"state": AgentState.STARTING.value, "message": ""})
     elif seen.exit_code is None and not agent.step:
         agent = agent.model_copy(update={"state": AgentState.STARTING.value, "message": seen.message})

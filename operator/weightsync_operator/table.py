@@ -57,14 +57,34 @@ def stream_widths(shown: Sequence[Column]) -> list[int]:
     return [max(len(column.name), STREAM_WIDTHS.get(column.name, 8)) for column in shown]
 
 
-def drawn(rows: Sequence[Sequence[str]], shown: Sequence[Column]) -> Table:
-    """The same for a terminal."""
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
-    for column in shown:
-        table.add_column(column.name.upper(), no_wrap=True, overflow="ellipsis")
+DISPENSABLE = ("Transport", "Age", "Reserved", "Receivers", "Ack")
+"""Columns that a narrow terminal goes without, in this order: what is left can be read whole."""
+_DRAWN_WIDTHS = {"Status": 8, "Step": 4, "Delta": 7, "Ack": 6, "Rate": 7, "Age": 4}
+"""Of columns whose values change: what fits is not to change with them."""
+
+
+def drawn(rows: Sequence[Sequence[str]], shown: Sequence[Column], width: int) -> Table:
+    """The same for a terminal that is so wide."""
+    kept, gap = _fitting(rows, shown, width)
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
+    for i in kept:
+        table.add_column(shown[i].name.upper(), no_wrap=True, overflow="ellipsis")
     for cells in rows:
-        table.add_row(*(_coloured(column, cell) for column, cell in zip(shown, cells, strict=True)))
+        table.add_row(*(_coloured(shown[i], cells[i]) for i in kept))
     return table
+
+
+def _fitting(rows: Sequence[Sequence[str]], shown: Sequence[Column], width: int) -> tuple[list[int], int]:
+    """Which columns have room, and the spaces between them."""
+    wide = [max([_DRAWN_WIDTHS.get(c.name, 0), len(c.name), *(len(r[i]) for r in rows)]) for i, c in enumerate(shown)]
+    kept = list(range(len(shown)))
+    for name in (*DISPENSABLE, ""):
+        needed = sum(wide[i] for i in kept)
+        for gap in (len(_GAP), 2):
+            if needed + gap * (len(kept) - 1) <= width:
+                return kept, gap
+        kept = [i for i in kept if shown[i].name != name]
+    return kept, 1
 
 
 def _coloured(column: Column, cell: str) -> str:

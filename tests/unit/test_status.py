@@ -73,6 +73,14 @@ def test_before_the_sender_reports_it_is_named() -> None:
     assert "demo-sender-0" in ready.message
 
 
+def test_an_agent_is_not_created_only_until_it_runs() -> None:
+    ws = weightsync(**TWO)
+    none = status_of(ws, None, Observed(ws, ()))
+    assert {agent.message for agent in none.agents} == {"not created yet"}
+    running = status_of(ws, None, observed(ws), none)
+    assert {(agent.state, agent.message) for agent in running.agents} == {("Starting", "")}
+
+
 def test_a_pod_that_does_not_run_is_named_with_the_platforms_own_cause() -> None:
     ws = weightsync(**TWO)
     stuck = ObservedAgent(2, "demo-receivers-1", reason="ImagePullBackOff", message='Back-off pulling image "x:1"')

@@ -55,10 +55,23 @@ def test_a_resource_without_a_status_has_empty_cells() -> None:
 def test_a_terminal_shows_the_same_cells() -> None:
     shown = columns()
     out = io.StringIO()
-    Console(file=out, width=200).print(drawn([cells_of(resource(), shown, START)], shown))
+    Console(file=out, width=200).print(drawn([cells_of(resource(), shown, START)], shown, 200))
     first, second = out.getvalue().splitlines()
     assert first.split() == header(shown)
     assert second.split() == cells_of(resource(), shown, START)
+
+
+def test_a_narrow_terminal_shows_fewer_columns_and_cuts_none() -> None:
+    shown = columns()
+    cells = cells_of(resource(), shown, START + timedelta(minutes=12))
+    for width, missing in ((104, 0), (80, 2), (60, 4)):
+        out = io.StringIO()
+        Console(file=out, width=width).print(drawn([cells], shown, width))
+        first, second = out.getvalue().splitlines()
+        assert len(first.split()) == len(second.split()) == len(shown) - missing
+        assert set(first.split()) <= set(header(shown))
+        assert set(second.split()) <= set(cells)
+        assert first.split()[:3] == ["NAME", "READY", "STATUS"]
 
 
 @pytest.mark.parametrize(
