@@ -364,7 +364,9 @@ def _place(tree: Tree) -> tuple[str, str, str]:
 def _body(tree: Tree) -> Tree:
     meta = tree["metadata"]
     kept = {name: meta.get(name) for name in ("labels", "annotations", "ownerReferences")}
-    return {**{name: value for name, value in tree.items() if name not in ("metadata", "status")}, "metadata": kept}
+    # What lists give has neither kind nor version.
+    noise = ("apiVersion", "kind", "metadata", "status")
+    return {**{name: value for name, value in tree.items() if name not in noise}, "metadata": kept}
 
 
 def _version(tree: Tree, live: Tree) -> tuple[str, str]:

@@ -1,7 +1,6 @@
 """Kopf's part: it lists and watches, and its handlers only put objects on the shelf and wake workers.
 
 No handler changes anything in the cluster: there is no finalizer, no annotation and no state of Kopf's on any object.
-Index functions run for every object before the first event handler does, so that the first pass sees all there is.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 import kopf
 from weightsync_api.v1alpha1 import GROUP, KIND, PLURAL, VERSION
 
-from .kube_api import POD
+from .kube_api import POD, KubeApi
 from .plan import LABEL_NAME
 from .readers import WatchedReader
 from .workers import Workers
@@ -48,8 +47,7 @@ def registry_for(reader: WatchedReader, workers: Workers, stop: asyncio.Event) -
     # Kopf waits for 5 s for every task that is left, ours and its own that waits for the flag: they end before.
     kopf.on.cleanup(registry=registry, id="close")(close)
     for kind, place in WATCHED.items():
-        kopf.index(*place, registry=registry, id=f"shelf-{kind.lower()}")(_shelving(kind, reader, workers))
-        kopf.on.event(*place, registry=registry, id=f"wake-{kind.lower()}")(_waking(kind, reader, workers))
+        kopf.on.event(*place, registry=registry, id=f"take-{kind.lower()}")(_handler(kind, reader, workers))
     return registry
 
 
@@ -78,24 +76,28 @@ async def _login(**kwargs: Any) -> Any:
     return kopf.login_with_service_account(**kwargs) or kopf.login_with_kubeconfig(**kwargs)
 
 
-def _shelving(kind: str, reader: WatchedReader, workers: Workers) -> Callable[..., Any]:
-    async def shelve(body: kopf.Body, **_: Any) -> None:
-        key = reader.put(kind, _tree(kind, body))
+def _handler(kind: str, reader: WatchedReader, workers: Workers) -> Callable[..., Any]:
+    async def take(event: Mapping[str, Any], body: kopf.Body, **_: Any) -> None:
+        change = reader.drop if event["type"] == "DELETED" else reader.put
+        key = change(kind, _tree(kind, body))
         if key is not None:
             workers.wake(key)
 
-    return shelve
+    return take
 
 
-def _waking(kind: str, reader: WatchedReader, workers: Workers) -> Callable[..., Any]:
-    async def wake(event: Mapping[str, Any], body: kopf.Body, **_: Any) -> None:
-        workers.open()
-        if event["type"] == "DELETED":
-            key = reader.drop(kind, _tree(kind, body))
-            if key is not None:
+async def read_all(api: KubeApi, reader: WatchedReader, workers: Workers, namespaces: tuple[str, ...]) -> None:
+    """Puts all there is on the shelf, and wakes whom it concerns. Raises ApiError.
+
+    Before the watches begin, so that the first pass sees everything (Kopf's indices would do that too, but they wake
+    every waiting object at each one's end: with N objects N * N times). And once more after they have begun: what was
+    deleted between this list and theirs is told by nobody.
+    """
+    for kind in WATCHED:
+        for namespace in namespaces or ("",):
+            trees, version = await api.snapshot(kind, namespace, labels="" if kind == KIND else LABEL_NAME)
+            for key in reader.replace(kind, trees, namespace, version):
                 workers.wake(key)
-
-    return wake
 
 
 def _tree(kind: str, body: kopf.Body) -> dict[str, Any]:

@@ -23,8 +23,11 @@ from .objects import API_VERSIONS, MANAGER
 log = logging.getLogger("weightsync.api")
 
 Tree = dict[str, Any]
+Trees = list[Tree]
 
 REQUEST_SECONDS = 30.0
+PAGE = 500
+"""Objects in one answer to a list."""
 JSON = "application/json"
 APPLY = "application/apply-patch+yaml"
 METADATA = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
@@ -107,11 +110,24 @@ class KubeApi:
         self, kind: str, namespace: str = "", *, labels: str = "", fields: str = "", metadata_only: bool = False
     ) -> list[Tree]:
         """The objects of a namespace, or of all. Raises ApiError."""
-        query = {k: v for k, v in {"labelSelector": labels, "fieldSelector": fields}.items() if v}
-        accept = METADATA if metadata_only else JSON
-        answer = await self._request("list", _path(kind, namespace), query, accept=accept)
-        items: list[Tree] = answer.get("items") or []
+        items, _ = await self.snapshot(kind, namespace, labels=labels, fields=fields, metadata_only=metadata_only)
         return items
+
+    async def snapshot(
+        self, kind: str, namespace: str = "", *, labels: str = "", fields: str = "", metadata_only: bool = False
+    ) -> tuple[Trees, str]:
+        """As `list`, with the version at which it was so. Raises ApiError."""
+        query = {k: v for k, v in {"labelSelector": labels, "fieldSelector": fields}.items() if v}
+        query["limit"] = str(PAGE)
+        items: Trees = []
+        while True:
+            accept = METADATA if metadata_only else JSON
+            answer = await self._request("list", _path(kind, namespace), query, accept=accept)
+            items += answer.get("items") or []
+            meta = answer.get("metadata") or {}
+            if not meta.get("continue"):
+                return items, str(meta.get("resourceVersion") or "")
+            query["continue"] = meta["continue"]
 
     async def apply(self, tree: Tree, subresource: str = "") -> Tree:
         """Server-side apply as the operator, which takes every field that it sets. Gives the object as it is now.

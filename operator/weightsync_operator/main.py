@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import random
 import socket
 import sys
 import uuid
@@ -24,9 +25,9 @@ from aiohttp import web
 from prometheus_client.exposition import choose_encoder
 
 from .cluster import ClusterPlatform
-from .handlers import registry_for, settings
+from .handlers import read_all, registry_for, settings
 from .health import WatchHealth
-from .kube_api import KubeApi
+from .kube_api import ApiError, KubeApi
 from .lease import Lease, LeaseLostError
 from .metrics import OperatorMetrics
 from .objects import Options
@@ -39,6 +40,9 @@ from .workers import RESYNC_SECONDS, Workers
 log = logging.getLogger("weightsync.operator")
 
 EXIT_DONE, EXIT_FAILED = 0, 1
+RETRY_SECONDS = 2.0
+AGAIN_SECONDS = 30.0
+REREAD_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,8 @@ class Operator:
     """All parts of one process, put together."""
 
     def __init__(self, api: KubeApi, made: Settings, metrics: OperatorMetrics) -> None:
+        self._api = api
+        self._namespaces = made.namespaces
         self._metrics = metrics
         self._events = EventPoster(api, made.identity)
         self.reader = WatchedReader()
@@ -68,6 +74,23 @@ class Operator:
         self.workers = Workers(self.reconciler, self._passed, made.resync)
         self.health = WatchHealth(api, self.reader, made.namespaces)
         self.leads = made.lease is None
+
+    async def read_all(self) -> None:
+        """Everything there is; tried again until the API server gives it."""
+        while True:
+            try:
+                return await read_all(self._api, self.reader, self.workers, self._namespaces)
+            except ApiError as error:
+                log.warning("what there is can't be read yet, is the CustomResourceDefinition installed? %s", error)
+                await asyncio.sleep(RETRY_SECONDS)
+
+    async def read_again(self) -> None:
+        """Once the watches run, and from time to time."""
+        pause = AGAIN_SECONDS
+        while True:
+            await asyncio.sleep(pause * random.uniform(0.75, 1))
+            await self.read_all()
+            pause = REREAD_SECONDS
 
     async def _passed(self, key: Key, done: Pass | None, seconds: float) -> None:
         if done is None:
@@ -97,12 +120,16 @@ async def serve(made: Settings) -> int:
         tasks: list[Coroutine[Any, Any, None]] = [operator.health.run()]
         if made.lease is not None:
             lease = Lease(api, made.lease, made.identity)
-            if not await _until_leads(lease):
+            if not await _unless_asked(lease.acquire()):
                 return EXIT_DONE
             operator.leads = True
             stack.push_async_callback(lease.release)
             tasks.append(lease.keep())
         stack.push_async_callback(operator.workers.close)
+        if not await _unless_asked(operator.read_all()):
+            return EXIT_DONE
+        operator.workers.open()
+        tasks.append(operator.read_again())
         log.info("version %s begins", version("weightsync"))
         watching = kopf.operator(
             registry=registry_for(operator.reader, operator.workers, stop),
@@ -114,20 +141,20 @@ async def serve(made: Settings) -> int:
         return await _until_end(watching, tasks, stop)
 
 
-async def _until_leads(lease: Lease) -> bool:
-    """False: asked to end before it led."""
+async def _unless_asked(work: Coroutine[Any, Any, None]) -> bool:
+    """Does what comes before the watches. False: asked to end before it was done."""
     loop, asked = asyncio.get_running_loop(), asyncio.Event()
     for number in _SIGNALS:
         loop.add_signal_handler(number, asked.set)
-    acquire, end = asyncio.create_task(lease.acquire()), asyncio.create_task(asked.wait())
-    await asyncio.wait([acquire, end], return_when=asyncio.FIRST_COMPLETED)
+    task, end = asyncio.create_task(work), asyncio.create_task(asked.wait())
+    await asyncio.wait([task, end], return_when=asyncio.FIRST_COMPLETED)
     for number in _SIGNALS:
         loop.remove_signal_handler(number)  # from here on they are Kopf's
     end.cancel()
-    if not acquire.done():
-        acquire.cancel()
+    if not task.done():
+        task.cancel()
         return False
-    acquire.result()
+    task.result()
     return True
 
 

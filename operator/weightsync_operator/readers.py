@@ -106,6 +106,28 @@ class WatchedReader:
             _out(self._children, key, (kind, name), uid)
         return key
 
+    def replace(self, kind: str, trees: Sequence[Tree], namespace: str, version: str) -> set[Key]:
+        """Takes in all objects of a kind (of a namespace; empty: of all) as they were at `version`, and out what was
+        gone by then. Gives the WeightSyncs that have news by it."""
+        news = {key for tree in trees if (key := self.put(kind, {"kind": kind, **tree})) is not None}
+        there = {str(tree["metadata"].get("uid")) for tree in trees}
+        for tree in self._all(kind, namespace):
+            uid, known = version_of(tree)
+            if uid not in there and known.isdigit() and version.isdigit() and int(known) <= int(version):
+                gone = self.drop(kind, tree)
+                news |= {gone} if gone is not None else set()
+        return news
+
+    def _all(self, kind: str, namespace: str) -> list[Tree]:
+        if kind == KIND:
+            found = [(key, tree) for key, tree in self._resources.items()]
+        elif kind == POD:
+            found = [(key, tree) for key, shelf in self._pods.items() for tree in shelf.values()]
+        else:
+            shelves = self._children.items()
+            found = [(key, tree) for key, shelf in shelves for at, tree in shelf.items() if at[0] == kind]
+        return [tree for key, tree in found if namespace in ("", key.namespace)]
+
     def versions(self) -> dict[Key, tuple[str, str]]:
         """UID and version of every WeightSync."""
         return {key: version_of(tree) for key, tree in self._resources.items()}

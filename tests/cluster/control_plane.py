@@ -6,6 +6,7 @@ Without nodes: pods are made and stay unscheduled. Each server is a process of t
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import shutil
@@ -81,6 +82,7 @@ class ControlPlane:
                 stderr=log,
                 cwd=self.dir,
                 start_new_session=True,
+                preexec_fn=_end_with_parent,
                 env={**os.environ, "GOMAXPROCS": "2"},
             )
 
@@ -215,6 +217,11 @@ class ControlPlane:
 
     def _log(self, name: str) -> str:
         return (self.dir / f"{name}.log").read_text(errors="replace")[-2000:]
+
+
+def _end_with_parent() -> None:
+    """A killed test run leaves no servers (prctl(2): PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def _resource(reference: Mapping[str, str]) -> str:

@@ -50,6 +50,18 @@ def test_an_old_object_s_end_does_not_take_its_successor_away() -> None:
     assert held(reader) is None
 
 
+def test_a_whole_list_brings_what_is_new_and_takes_out_what_is_gone() -> None:
+    reader = WatchedReader()
+    assert reader.replace("Service", [service("9")], "", "10") == {KEY}
+    assert reader.replace("Service", [service("9")], "", "11") == set()
+    assert reader.replace("Service", [], "other", "12") == set()
+    assert held(reader) is not None
+    assert reader.replace("Service", [], "", "8") == set(), "the list is older than what a watch brought"
+    assert held(reader) is not None
+    assert reader.replace("Service", [], "", "12") == {KEY}
+    assert held(reader) is None
+
+
 def test_an_object_without_the_label_is_nobody_s() -> None:
     stranger = service("1")
     del stranger["metadata"]["labels"]
