@@ -33,7 +33,6 @@ from .ipc_sender import (
     DRAINED_WORD,
     FILLED_WORD,
     FIRST_EXPORT_WORD,
-    HOST_HANDOVER,
     QUEUED_BUCKETS,
     SENT_WORD,
     STEP_WORD,
@@ -225,11 +224,8 @@ class IpcReceiver(ReceiverTransport):
             for bucket, plan in enumerate(self._plans):
                 if bucket >= QUEUED_BUCKETS:
                     self._wait_word(channel, flags, DRAINED_WORD, base + bucket - QUEUED_BUCKETS + 1)
-                if HOST_HANDOVER:
-                    self._wait_word(channel, flags, FILLED_WORD, base + bucket + 1)
-                else:
-                    self._wait_word(channel, flags, SENT_WORD, base + bucket + 1)
-                    flags.wait_geq(stream, FILLED_WORD, base + bucket + 1)
+                self._wait_word(channel, flags, SENT_WORD, base + bucket + 1)
+                flags.wait_geq(stream, FILLED_WORD, base + bucket + 1)
                 plan.run(stream)
                 flags.write(stream, DRAINED_WORD, base + bucket + 1)
                 flags.store(TAKEN_WORD, base + bucket + 1)

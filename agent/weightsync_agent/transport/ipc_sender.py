@@ -55,9 +55,6 @@ QUEUED_BUCKETS = 64
 host that is blocked while its stream waits for a flag answers nobody."""
 
 
-HOST_HANDOVER = os.environ.get("WEIGHTSYNC_HANDOVER") == "host"
-
-
 @dataclass
 class _Export:
     """What one receiver was given."""
