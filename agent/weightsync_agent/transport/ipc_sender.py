@@ -320,11 +320,7 @@ class IpcSender(SenderTransport):
             if self._stand_ins is not None:
                 with torch.cuda.stream(self._stream.stream):
                     self._stand_ins.fill()
-            by_flags = (
-                not HOST_HANDOVER
-                and self._stand_ins is not None
-                and all(self._exports[rank].queues for rank in channel.ranks)
-            )
+            by_flags = self._stand_ins is not None and all(self._exports[rank].queues for rank in channel.ranks)
             for bucket in range(count):
                 free = base + bucket - slots + 1  # what must be drained before this bucket's slot is
                 if bucket >= QUEUED_BUCKETS:

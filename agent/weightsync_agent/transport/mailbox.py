@@ -1,8 +1,8 @@
 """Two boxes for one short message each, in memory that sender and receiver share: seen by who looks, at once.
 
 A message over ZeroMQ wakes two threads on its way, some 90 us there and back; one that is laid into a box is seen in
-about a microsecond by a peer that is looking. So a step's Begin and Ack are sent both ways, and whichever comes first
-counts: a peer that sleeps is woken by ZeroMQ as ever, and who takes a message from here takes the other for the repetition that
+about a microsecond by a peer that is looking. So a step's Begin and Ack go both ways, and whichever comes first counts:
+a peer that sleeps is woken by ZeroMQ as ever, and who takes a message from here takes the other for the repetition that
 it is. Frames are the same and validated the same.
 """
 
