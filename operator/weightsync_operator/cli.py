@@ -17,6 +17,7 @@ from weightsync_api.validation import ManifestError, read_weightsyncs
 from . import cli_show
 from .local_run import EXIT_BAD_INPUT, RunOptions, run_documents
 from .local_screen import screen_for
+from .local_source import source_problem
 from .objects import Options, render
 from .plan import ClusterAddresses, PlanDefaults, plan
 
@@ -73,6 +74,12 @@ def run(file: Path, steps: int | None, timeout: float | None, output: str, verbo
     if not awake:
         return
     _need_agent()
+    problems = [(ws, source_problem(ws, file.resolve().parent)) for ws in awake]
+    for ws, problem in problems:
+        if problem:
+            click.echo(f'{file}: WeightSync "{ws.metadata.name}": spec.sender.source: {problem}', err=True)
+    if any(problem for _, problem in problems):
+        sys.exit(EXIT_BAD_INPUT)
     screen = screen_for(output, len(resources))
     options = RunOptions(timeout=timeout, verbose=verbose)
     try:
