@@ -13,7 +13,7 @@ DATA = Path(__file__).parents[1] / "data" / "bad_manifests"
 
 
 def run(manifest: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "weightsync_operator.cli", "run", str(manifest), "--timeout", "60"]
+    command = [str(Path(sys.executable).with_name("weightsync")), "run", str(manifest), "--timeout", "60"]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
