@@ -16,7 +16,7 @@ from weightsync_api.reports import AgentState
 from weightsync_api.v1alpha1.spec import TransferMode
 
 from . import protocol
-from .errors import FallBack, Refused, SelfTestFailed
+from .errors import FallBack, Refused, SelfTestFailed, TransportError
 from .identity import is_gone
 from .manifest import Manifest
 from .peers import Peer
@@ -25,6 +25,9 @@ from .transport.base import SenderTransport
 log = logging.getLogger("weightsync.sender")
 
 OF_JOINING = (protocol.Hello, protocol.Joined, protocol.Differs)
+
+MAX_STEP = 1 << 53
+"""Steps go into JSON that others read; a receiver's word can't push them out of it."""
 
 Send = Callable[[bytes, protocol.Message], bool]
 """To a ZeroMQ address; False when its connection is gone."""
@@ -109,6 +112,8 @@ class Lobby:
         if self.in_step:
             self._leaving.append(peer)
             return
+        if self.peers.get(peer.rank) is not peer:
+            return  # its rank is another process' by now, and so is what was exported to that rank
         stranded = self._transport.forget(peer.rank, is_gone(peer.identity))
         if stranded:
             log.warning("%s left %d bytes stranded: they come back when this process ends", peer.label, stranded)
@@ -117,7 +122,7 @@ class Lobby:
         try:
             peer = self._enlist(address, hello)
             self._welcome(peer, hello.manifest_hash)
-        except Refused as refusal:
+        except (Refused, TransportError) as refusal:  # TransportError: no memory or descriptors left to offer
             self._errors["refused"] += 1
             log.warning("rank %d of pod %s is refused: %s", hello.identity.rank, hello.identity.pod, refusal)
             self._send(address, protocol.Refuse(reason=str(refusal)))
@@ -138,11 +143,17 @@ class Lobby:
             )
         if rank < 1:
             raise Refused("rank 0 is the sender's: a receiver's WEIGHTSYNC_RANK is 1 or more")
+        if hello.step > MAX_STEP:
+            raise Refused(f"the receiver says that it holds step {hello.step}, and no step is above {MAX_STEP}")
         old = self.peers.get(rank)
         if old is not None and old.address != address and old.joined and self._send(old.address, protocol.Ping()):
             raise Refused(f"rank {rank} is taken by pod {old.identity.pod}, process {old.identity.pid}, which is alive")
         if old is not None:
             self.forget(old)
+        other = self.at(address)
+        if other is not None:  # one connection is one receiver: it was another rank until now
+            self.forget(other)
+            other.state, other.message = AgentState.LOST, f"its process is rank {rank} by now"
         peer = Peer(address, hello.identity, step=hello.step)
         self.peers[rank] = self._addresses[address] = peer
         return peer
@@ -178,6 +189,10 @@ class Lobby:
         peer.state = AgentState.STARTING
 
     def _joined(self, peer: Peer, joined: protocol.Joined, step: int) -> None:
+        if peer.state != AgentState.STARTING:
+            self._errors["protocol"] += 1
+            self._send(peer.address, protocol.Error(cause="Joined without an offer: say Hello first"))
+            return
         try:
             self._transport.check_join(peer.rank, joined)
         except SelfTestFailed as failure:

@@ -48,6 +48,9 @@ SPIN_SECONDS = 0.002
 SPINS = (os.cpu_count() or 1) >= 4
 """Whether a core can be spared for waiting: the trainer's thread does nothing else within a step."""
 
+MAX_TAKEN = 4096
+"""Messages taken in at once: who floods the socket can't hold a step beyond its deadline."""
+
 log = logging.getLogger("weightsync.sender")
 
 SERVICE_SECONDS = 0.05
@@ -89,6 +92,7 @@ class Sender:
         self.errors: Counter[str] = Counter()
         """Errors by kind since the start, for metrics: protocol, refused, timeout, lost, transport, receiver."""
         self._gatherer: Gatherer = gatherer_for(source, dtype)
+        self._pid = os.getpid()
         self._closed = False
         self._finished = False
         self._step = 0
@@ -110,6 +114,7 @@ class Sender:
             raise ConfigError(f"the weights are on several devices ({', '.join(map(str, devices))}): move them to one")
         self.device = devices.pop() if devices else torch.device("cpu")
         self.manifest = self._gatherer.manifest
+        self._tensors = tensors if self._gatherer.plain else []
         if not tensors:
             raise ConfigError("there are no weights to send: the source has no tensors")
         self._arena = arena
@@ -137,6 +142,7 @@ class Sender:
                 gather=None if self._gatherer.plain else self._gatherer.gather,
             ),
         )
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         self._meter = meter_for(self.device, lambda: self._transport.owned_bytes)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator = wire.authenticate(self._context, config.curve_dir)
@@ -180,8 +186,11 @@ class Sender:
         Raises:
             JoinTimeout: no receiver is there.
             StepFailed: a receiver that was there did not acknowledge. Its `report` has the causes.
-            Closed: this sender was closed.
+            ConfigError: a tensor is not where it was when the Sender was made; nothing was sent.
+            Closed: this sender was closed, or is that of the process that this one was forked from.
         """
+        if os.getpid() != self._pid:
+            raise Closed(f"this sender is that of process {self._pid}, from which this one was forked: step there")
         if not self._gatherer.leads:
             self._gatherer.follow()
             return StepReport(step=0, started_at=datetime.now(UTC), duration_microseconds=0, bytes=0, complete=True)
@@ -194,6 +203,7 @@ class Sender:
     def _lead(self) -> StepReport:
         if self._closed:
             raise Closed("this sender is closed")
+        self._check_addresses()
         members = self._members()
         self._step = max(self._step, *(peer.step for peer in members)) + 1
         deadline = Deadline(self.config.step_timeout_seconds)
@@ -202,15 +212,45 @@ class Sender:
         if not self._transport.whole:
             self._meter.before()
         self._channel, self._lobby.in_step = channel, True
+        unforeseen: BaseException | None = None
         try:
             self._carry(channel)
         except (TransportError, StepTimeout) as error:
-            self._break_off(channel, error)
+            if not self._closed:
+                self._break_off(channel, error)
+        except BaseException as error:
+            # Ctrl-C, or what gathering raised. The trainer may go on and write: nobody may call this step whole.
+            unforeseen = error
+            if not self._closed:
+                cause = TransportError(f"step {channel.step} was interrupted by {type(error).__name__}: {error}")
+                self._break_off(channel, cause)
         finally:
             self._channel, self._lobby.in_step = None, False
+        if self._closed:  # by a signal's handler, in this very thread
+            raise Closed(f"this sender was closed within step {channel.step}") from unforeseen
         duration = time.perf_counter() - began
         self._lobby.catch_up(self._step)
-        return self._conclude(channel, started_at, duration)
+        try:
+            report = self._conclude(channel, started_at, duration)
+        except StepFailed as failure:
+            if unforeseen is None or isinstance(unforeseen, Exception):
+                raise failure from unforeseen
+            raise unforeseen from None
+        if unforeseen is not None:
+            raise unforeseen
+        return report
+
+    def _check_addresses(self) -> None:
+        """What was sent from an old address would be old bytes, or another's. Raises ConfigError."""
+        now = [tensor.data_ptr() for tensor in self._tensors]
+        if now == self._addresses:
+            return
+        moved = [n for n, a, b in zip(self._gatherer.names, now, self._addresses, strict=True) if a != b]
+        raise ConfigError(
+            f"{', '.join(moved[:20])}{f' and {len(moved) - 20} more' if len(moved) > 20 else ''} moved since the "
+            "Sender was made (`param.data = ...`, `resize_`, `model.to(...)`), and nothing was sent: write weights in "
+            "place (`param.data.copy_(...)`), or close this Sender and make another"
+        )
 
     def _members(self) -> list[Peer]:
         """The receivers of the step that begins. Raises JoinTimeout."""
@@ -379,6 +419,8 @@ class Sender:
             except zmq.ZMQError as error:
                 log.error("the sender's socket failed, no receiver can join any more: %s", error)
                 return
+            except Exception:
+                log.exception("a receiver's message could not be handled")
             finally:
                 self._lock.release()
 
@@ -408,7 +450,9 @@ class Sender:
         return isinstance(events, int) and bool(events & zmq.POLLIN)
 
     def _take_all(self) -> None:
-        while self._readable():
+        for _ in range(MAX_TAKEN):
+            if not self._readable():
+                return
             self._take(self._socket.recv_multipart(zmq.NOBLOCK))
 
     def _take(self, frames: list[bytes]) -> None:
@@ -515,8 +559,11 @@ class Sender:
                 self._publish()
 
     def close(self, reason: str = "the sender has finished") -> None:
-        """Says goodbye to every receiver and gives all memory back. Idempotent."""
-        if not self._gatherer.leads:
+        """Says goodbye to every receiver and gives all memory back. Idempotent.
+
+        In a process that was forked from the sender's it does nothing: sockets and receivers are the parent's.
+        """
+        if not self._gatherer.leads or os.getpid() != self._pid:
             return
         with self._lock:
             if self._closed:

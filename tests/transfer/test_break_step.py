@@ -1,0 +1,345 @@
+"""What bad luck and bad peers must not do to a step: tear bytes that a receiver calls whole, hang it, or end it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import samples
+import torch
+import zmq
+from weightsync_agent import protocol
+from weightsync_agent.deadline import Deadline
+from weightsync_agent.digest import tensor_digest
+from weightsync_agent.errors import Closed, ConfigError, JoinTimeout, StepFailed, WeightSyncError
+from weightsync_agent.host_memory import ControlPage, HostMemory
+from weightsync_agent.identity import local_identity
+from weightsync_agent.receiver import Receiver
+from weightsync_agent.sender import Sender
+from weightsync_agent.transport.descriptors import fetch_descriptors
+from weightsync_api.agent_config import AgentConfig
+
+WAIT = 60.0
+BOTH_MODES = pytest.mark.parametrize("mode", ["Direct", "Packed"])
+
+
+def eventually(done: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + WAIT
+    while not done():
+        assert time.monotonic() < deadline, f"not within {WAIT:g} s: {what}"
+        time.sleep(0.01)
+
+
+class Loader:
+    """A `load_weights` that waits at a gate in its first call of a step, and copies then."""
+
+    def __init__(self) -> None:
+        self.weights = samples.blank()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Event()
+
+    def __call__(self, named: list[tuple[str, torch.Tensor]]) -> None:
+        self.entered.set()
+        assert self.gate.wait(WAIT)
+        for name, tensor in named:
+            self.weights[name].copy_(tensor)
+
+
+class ThreadedReceiver:
+    """A Receiver in a thread of this process: gates in its loader order events that processes could only time."""
+
+    def __init__(self, config: AgentConfig, rank: int) -> None:
+        self.loader = Loader()
+        self.receiver = Receiver(self.loader, config=config, rank=rank)
+        self.whole: list[int] = []
+        self.ended: BaseException | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                step = self.receiver.poll(timeout=0.02)
+                if step is not None:
+                    self.whole.append(step)
+        except (WeightSyncError, zmq.ZMQError) as error:
+            self.ended = error
+
+    def die(self) -> None:
+        """As a kill does: its connection ends, without a goodbye."""
+        self.receiver._socket.close(linger=0)
+        self._end()
+        self.receiver._monitor.close(linger=0)
+        self.receiver._context.term()
+
+    def close(self) -> None:
+        self._end()
+        self.receiver.close()
+
+    def _end(self) -> None:
+        self._stop.set()
+        self.loader.gate.set()
+        self._thread.join(WAIT)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def joined(make_config: Callable[..., AgentConfig]) -> Iterator[Callable[..., ThreadedReceiver]]:
+    made: list[ThreadedReceiver] = []
+
+    def make(config: AgentConfig, rank: int = 1) -> ThreadedReceiver:
+        made.append(ThreadedReceiver(config, rank))
+        return made[-1]
+
+    yield make
+    for receiver in made:
+        receiver.close()
+
+
+class RawPeer:
+    """Speaks the protocol by hand, and need not keep to it."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        self.config = config
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.connect(config.connect)
+
+    def hello(self, rank: int = 1, **changes: object) -> None:
+        values: dict[str, object] = {
+            "protocol": protocol.PROTOCOL_VERSION, "namespace": self.config.namespace, "name": self.config.name,
+            "identity": local_identity(rank, torch.device("cpu")),
+        }  # fmt: skip
+        self.send(protocol.Hello(**(values | changes)))
+
+    def send(self, message: protocol.Message) -> None:
+        self.socket.send(protocol.encode(message))
+
+    def until(self, kind: type[protocol.Message]) -> protocol.FromSender:
+        while True:
+            assert self.socket.poll(WAIT * 1000), f"no {kind.__name__} came"
+            message = protocol.decode_from_sender(self.socket.recv())
+            if isinstance(message, kind):
+                return message
+
+    def close(self) -> None:
+        self.socket.close(linger=0)
+        self.context.term()
+
+
+@contextmanager
+def raw(config: AgentConfig) -> Iterator[RawPeer]:
+    peer = RawPeer(config)
+    try:
+        yield peer
+    finally:
+        peer.close()
+
+
+def state_of(sender: Sender, rank: int) -> str:
+    return next((str(agent.state.value) for agent in sender.report().agents if agent.rank == rank), "")
+
+
+def in_thread(call: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
+    """Runs it; the list gets what it returned or raised."""
+    outcome: list[object] = []
+
+    def run() -> None:
+        try:
+            outcome.append(call())
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, outcome
+
+
+@BOTH_MODES
+def test_receiver_that_restarts_within_a_step_is_admitted_after_it(mode, make_config, joined) -> None:
+    config = make_config(mode=mode, receivers=2)
+    slow, dies = joined(config, 1), joined(config, 2)
+    with Sender(samples.mixed(0), config=config, adopt=mode == "Direct") as sender:
+        assert sender.step().complete
+        for receiver in (slow, dies):
+            receiver.loader.gate.clear()
+            receiver.loader.entered.clear()
+        thread, outcome = in_thread(sender.step)
+        assert slow.loader.entered.wait(WAIT)
+        assert dies.loader.entered.wait(WAIT)
+        dies.die()
+        again = joined(config, 2)  # its Hello comes while the step still waits for rank 1
+        eventually(lambda: sender._lobby._later, "the Hello came within the step")
+        slow.loader.gate.set()
+        thread.join(WAIT)
+        assert isinstance(outcome[0], StepFailed)
+        eventually(lambda: state_of(sender, 2) == "Joined", "the restarted receiver joined")
+        assert [part.rank for part in sender.step().receivers] == [1, 2]
+        eventually(lambda: again.whole, "it holds a step")
+
+
+@BOTH_MODES
+def test_interrupted_step_is_whole_nowhere_and_the_next_one_is(mode, make_config, joined, monkeypatch) -> None:
+    config = make_config(mode=mode)
+    receiver = joined(config)
+    weights = samples.mixed(0)
+    with Sender(weights, config=config, adopt=mode == "Direct") as sender:
+        assert sender.step().complete
+        receiver.loader.gate.clear()
+        receiver.loader.entered.clear()
+        poll = sender._poll
+
+        def interrupted(timeout: float) -> None:
+            if receiver.loader.entered.is_set():
+                raise KeyboardInterrupt  # as Ctrl-C does wherever the step happens to wait
+            poll(timeout)
+
+        monkeypatch.setattr(sender, "_poll", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sender.step()
+        monkeypatch.undo()
+        for tensor in weights.values():
+            tensor.zero_()  # the trainer goes on
+        receiver.loader.gate.set()
+        eventually(lambda: "broken off" in receiver.receiver.state.message, "the receiver dropped the step")
+        assert receiver.whole == [1]
+        assert not receiver.receiver.ready
+        assert state_of(sender, 1) == "Tainted"
+        report = sender.step()
+        assert report.complete
+        eventually(lambda: receiver.whole == [1, report.step], "whole again")
+        assert samples.fingerprint(receiver.loader.weights) == samples.fingerprint(weights)
+
+
+def test_replayed_words_of_joining_change_nothing(make_config, joined) -> None:
+    config = make_config(receivers=1)
+    with Sender(samples.mixed(0), config=config) as sender, raw(config) as peer:
+        peer.hello()
+        offer = peer.until(protocol.Welcome).offer
+        memories = [
+            HostMemory.map(fd, region.nbytes)
+            for fd, region in zip(
+                fetch_descriptors(offer.socket, offer.token, len(offer.regions), Deadline(WAIT)),
+                offer.regions,
+                strict=True,
+            )
+        ]
+        words = protocol.Joined(route="SharedMemory", self_test=f"{tensor_digest(memories[1].tensor()):016x}")
+        page = ControlPage(memories[0])
+        page[1] = 0
+        peer.send(words)
+        peer.until(protocol.Admitted)
+        owned = sender._transport.owned_bytes
+        for _ in range(3):
+            peer.send(words)
+        page.fill(0xDEADBEEF)  # and garbage on its control page
+        peer.send(protocol.Joined(route="SharedMemory", self_test="no"))
+        eventually(lambda: sender.errors["protocol"] == 4, "each was counted")
+        assert state_of(sender, 1) == "Joined"
+        assert sender._transport.owned_bytes == owned
+        assert sender._service.is_alive()
+        for memory in memories:
+            memory.close()
+
+
+def test_receiver_that_changes_its_rank_leaves_no_ghost_in_the_next_step(make_config, joined) -> None:
+    config = make_config(receivers=1, ack_timeout_seconds=2)
+    good = joined(config, 1)
+    with Sender(samples.mixed(0), config=config) as sender:
+        assert sender.step().complete
+        # One connection says Hello with one rank and then with another.
+        good.receiver.identity = local_identity(2, torch.device("cpu"))
+        good.receiver._owes_hello = True
+        eventually(lambda: state_of(sender, 2) in ("Joined", "Synced"), "it joined with its new rank")
+        report = sender.step()
+        assert [part.rank for part in report.receivers] == [2]
+
+
+def test_flood_does_not_hold_a_step_beyond_its_deadline(make_config) -> None:
+    class Endless:
+        """A socket that always has one message more, as a peer that floods it makes it."""
+
+        taken = 0
+
+        def get(self, option: int) -> int:
+            return zmq.POLLIN
+
+        def recv_multipart(self, flags: int) -> list[bytes]:
+            self.taken += 1
+            assert self.taken < 100_000, "one step takes messages for ever"
+            return [b"nobody", b"noise"]
+
+        def send_multipart(self, frames: list[bytes], flags: int) -> None:
+            pass
+
+    with Sender(samples.mixed(0), config=make_config(receivers=0)) as sender, sender._lock:
+        socket, sender._socket = sender._socket, Endless()
+        with pytest.raises(JoinTimeout):
+            sender.step()
+        sender._socket = socket
+
+
+@BOTH_MODES
+def test_parameter_that_moved_is_an_error_with_its_name(mode, make_config, joined) -> None:
+    config = make_config(mode=mode)
+    receiver = joined(config)
+    weights = samples.mixed(0)
+    with Sender(weights, config=config, adopt=mode == "Direct") as sender:
+        assert sender.step().complete
+        kept = weights["large"].data
+        weights["large"].data = torch.zeros_like(kept)  # its old bytes are what would be sent
+        with pytest.raises(ConfigError, match=r"large moved since the Sender was made .* in place"):
+            sender.step()
+        weights["large"].data = kept
+        assert sender.step().step == 2
+        eventually(lambda: receiver.whole == [1, 2], "nothing was sent in between")
+
+
+def test_forked_child_neither_steps_nor_closes_its_parents_sender(make_config, joined) -> None:
+    config = make_config()
+    joined(config)
+    with Sender(samples.mixed(0), config=config) as sender:
+        assert sender.step().complete
+        child = os.fork()
+        if child == 0:
+            signal.alarm(int(WAIT))  # a child that hangs ends, and not well
+            code = 1
+            try:
+                sender.step()
+            except Closed:
+                sender.close()
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert sender.step().complete
+
+
+def test_close_within_a_step_by_a_signal_handler_ends_it_with_a_named_error(make_config, joined, monkeypatch) -> None:
+    config = make_config()
+    receiver = joined(config)
+    sender = Sender(samples.mixed(0), config=config)
+    assert sender.step().complete
+    receiver.loader.gate.clear()
+    receiver.loader.entered.clear()
+    poll = sender._poll
+
+    def closing(timeout: float) -> None:
+        if receiver.loader.entered.is_set():
+            receiver.loader.gate.set()
+            sender.close("asked to end")
+        poll(timeout)
+
+    monkeypatch.setattr(sender, "_poll", closing)
+    with pytest.raises(WeightSyncError):
+        sender.step()
+    sender.close()
+    with pytest.raises(Closed):
+        sender.step()
