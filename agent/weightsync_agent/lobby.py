@@ -146,7 +146,9 @@ class Lobby:
         if hello.step > MAX_STEP:
             raise Refused(f"the receiver says that it holds step {hello.step}, and no step is above {MAX_STEP}")
         old = self.peers.get(rank)
-        if old is not None and old.address != address and old.joined and self._send(old.address, protocol.Ping()):
+        # The same process on a new connection is no second one, though the old connection may still look open.
+        another = old is not None and old.address != address and old.identity != hello.identity
+        if old is not None and another and old.joined and self._send(old.address, protocol.Ping()):
             raise Refused(f"rank {rank} is taken by pod {old.identity.pod}, process {old.identity.pid}, which is alive")
         if old is not None:
             self.forget(old)

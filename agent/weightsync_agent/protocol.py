@@ -1,7 +1,7 @@
 """The control wire: every message is one ZeroMQ frame of JSON, validated by a model of this module. Never pickle.
 
 Receiver -> sender: Hello, Differs, Joined, Regrouped, Drained, Ack, Error, Bye.
-Sender -> receiver: Welcome, Refuse, Admitted, Regroup, Begin, Bucket, Commit, Abort, Ping, Bye.
+Sender -> receiver: Welcome, Refuse, Admitted, Regroup, Begin, Bucket, Commit, Abort, Error, Ping, Bye.
 
 Join:   Hello -> Welcome (or Refuse) -> Joined (or Differs) -> Admitted (or Refuse)
 Group:  Regroup -> Regrouped, before a step, whenever the members of a collective transport changed
@@ -218,7 +218,7 @@ class Bye(Message):
 
 
 FromReceiver = Hello | Differs | Joined | Regrouped | Drained | Ack | Error | Bye
-FromSender = Welcome | Refuse | Admitted | Regroup | Begin | Bucket | Commit | Abort | Ping | Bye
+FromSender = Welcome | Refuse | Admitted | Regroup | Begin | Bucket | Commit | Abort | Error | Ping | Bye
 
 T = TypeVar("T")
 

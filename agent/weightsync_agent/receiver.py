@@ -40,6 +40,8 @@ LOOKS = (os.cpu_count() or 1) >= 4
 HELLO_SECONDS = 0.01
 """How soon a Hello that did not go out is tried again."""
 
+JOIN_AGAIN_SECONDS = 2.0
+
 Destination = torch.nn.Module | Mapping[str, torch.Tensor] | LoadWeights | Target
 
 
@@ -87,6 +89,7 @@ class Receiver:
         self._begun = 0
         """The last step that began with this sender, whole or not."""
         self._look_until = 0.0
+        self._hello_after = 0.0
         self._meter = meter_for(self.device, lambda: self._transport.owned_bytes if self._transport else 0)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         # Every new connection is a sender that may be a new one: Hello goes first on each.
@@ -197,7 +200,7 @@ class Receiver:
         if frame is None and timeout > 0:
             frame = self._look()
         if frame is None:
-            if self._owes_hello:
+            if self._owes_hello and time.monotonic() >= self._hello_after:
                 self._say_hello()
             timeout = min(timeout, HELLO_SECONDS) if self._owes_hello else timeout
             if timeout > 0:
@@ -244,7 +247,7 @@ class Receiver:
 
     def _connection(self, event: Mapping[str, object]) -> None:
         if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._owes_hello = self._connected = True
+            self._owes_hello, self._hello_after, self._connected = True, 0.0, True
             return
         self._owes_hello = self._connected = False
         if self._in_step:
@@ -304,10 +307,19 @@ class Receiver:
             self._post(protocol.Differs(differences=str(mismatch)[:65536]))
             self._refused(mismatch)
             return
-        except (TransportError, SelfTestFailed) as error:
+        except SelfTestFailed as error:
             self._drop_transport()
             self._post(protocol.Differs(differences=f"self-test: {error}"))
             self._refused(error)
+            return
+        except TransportError as error:
+            # The sender may be gone, or just busy: nothing is wrong with this receiver for good.
+            self._drop_transport()
+            self.errors["transport"] += 1
+            self._state, self._message = AgentState.STARTING, f"joining failed and is tried again: {error}"
+            log.warning("rank %d: %s", self.identity.rank, self._message)
+            self._post(protocol.Differs(differences=f"joining failed and is tried again: {error}"[:65536]))
+            self._owes_hello, self._hello_after = True, time.monotonic() + JOIN_AGAIN_SECONDS
             return
         self.session, self.route, self._welcome = welcome.session, joined.route, welcome
         self._post(joined)

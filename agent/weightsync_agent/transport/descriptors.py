@@ -6,10 +6,12 @@ that holds it is gone, however it died, the kernel frees the memory. Only the fo
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,8 +24,8 @@ MAX_PATH_BYTES = 107
 
 MAX_DESCRIPTORS = 64
 TOKEN_CHARACTERS = 64
-PEER_SECONDS = 5.0
-"""A connected receiver that says nothing for this long is dropped."""
+PEER_SECONDS = 1.0
+"""A connected receiver has this long to say its token: it does so in its first packet."""
 
 
 class DescriptorServer:
@@ -76,16 +78,19 @@ class DescriptorServer:
         while True:
             try:
                 peer, _ = self._listener.accept()
-            except OSError:
-                return  # closed
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ECONNABORTED):
+                    return  # closed
+                time.sleep(0.1)  # no descriptor is free at the moment: the peer waits in the backlog
+                continue
             with peer, suppress(OSError):
-                peer.settimeout(PEER_SECONDS)
-                token = _read_exactly(peer, TOKEN_CHARACTERS).decode("ascii", "replace")
+                token = _read_exactly(peer, TOKEN_CHARACTERS, Deadline(PEER_SECONDS)).decode("ascii", "replace")
+                # Sent under the lock: withdrawn ones may be closed right after, and their numbers be other files'.
                 with self._lock:
                     # A random key of 256 bits: a dictionary's look-up gives nothing away that could be guessed along.
                     descriptors = self._laid_out.pop(token, None)
-                if descriptors:
-                    socket.send_fds(peer, [len(descriptors).to_bytes(1, "little")], descriptors)
+                    if descriptors:
+                        socket.send_fds(peer, [len(descriptors).to_bytes(1, "little")], descriptors)
 
 
 def fetch_descriptors(path: str, token: str, count: int, deadline: Deadline) -> list[int]:
@@ -113,9 +118,11 @@ def fetch_descriptors(path: str, token: str, count: int, deadline: Deadline) -> 
     return list(descriptors)
 
 
-def _read_exactly(peer: socket.socket, size: int) -> bytes:
+def _read_exactly(peer: socket.socket, size: int, deadline: Deadline) -> bytes:
+    """What came by the deadline, which is for all of it: a peer that trickles holds nobody up."""
     data = b""
-    while len(data) < size:
+    while len(data) < size and not deadline.passed:
+        peer.settimeout(max(0.001, deadline.remaining))
         part = peer.recv(size - len(data))
         if not part:
             break
