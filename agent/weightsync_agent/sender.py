@@ -44,6 +44,9 @@ from .step_log import StepLog
 from .transport import Arena, make_arena, sender_transport
 from .transport.base import SendPlan
 
+PUBLISH_STEPS = 8
+"""Steps that are so quick that as many pass between two looks of the service thread: readers must miss none of them."""
+
 SPIN_SECONDS = 0.002
 SPINS = (os.cpu_count() or 1) >= 4
 """Whether a core can be spared for waiting: the trainer's thread does nothing else within a step."""
@@ -98,8 +101,8 @@ class Sender:
         self._step = 0
         self._lock = threading.RLock()
         self._log = StepLog(config, self.session)
-        self._unpublished = False
-        """A step is done that the log does not tell yet: the service thread publishes it, off the step's path."""
+        self._unpublished = 0
+        """Steps that the log does not tell yet: the service thread publishes them, off the step's path."""
         self._channel: StepChannel | None = None
         self._group: tuple[int, ...] = ()
         self._epoch = 0
@@ -375,7 +378,9 @@ class Sender:
             complete=bool(channel.acks) and not channel.failed,
         )
         self._log.add(report)
-        self._unpublished = True
+        self._unpublished += 1
+        if self._unpublished >= PUBLISH_STEPS:
+            self._publish()
         if not report.complete:
             causes = "; ".join(f"{channel.members[r].label}: {f.error}" for r, f in sorted(channel.failed.items())[:20])
             raise StepFailed(
@@ -515,7 +520,7 @@ class Sender:
         return self._log.wait(after, timeout)
 
     def _publish(self) -> None:
-        self._unpublished = False
+        self._unpublished = 0
         last = self._log.last
         me = AgentReport(
             rank=0,
