@@ -9,7 +9,7 @@ from weightsync_api.reports import AgentReport, AgentState, MemorySample, Receiv
 
 from .protocol import Identity
 
-SUSPECT_STATES = (AgentState.JOINED, AgentState.SYNCED, AgentState.TAINTED)
+JOINED_STATES = (AgentState.JOINED, AgentState.SYNCED, AgentState.TAINTED)
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Peer:
 
     @property
     def joined(self) -> bool:
-        return self.state in SUSPECT_STATES
+        return self.state in JOINED_STATES
 
     @property
     def label(self) -> str:
