@@ -94,6 +94,14 @@ class StatusModel(BaseModel):
     model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="ignore")
 
 
+def model_of(annotation: Any) -> type[ApiModel] | None:
+    """The ApiModel that a field holds: as it is, or None in its place, or a list of it; None: it holds no model."""
+    inner = inner_type(annotation)
+    if get_origin(inner) is list:
+        (inner,) = get_args(inner)
+    return inner if isinstance(inner, type) and issubclass(inner, ApiModel) else None
+
+
 def inner_type(annotation: Any) -> Any:
     """The type itself, without `| None`."""
     if get_origin(annotation) in (Union, types.UnionType):
@@ -105,7 +113,7 @@ def broken_rules(model: ApiModel, path: tuple[str, ...] = ()) -> Iterator[tuple[
     """Every rule that `model` breaks, as (path in camelCase, value at the path, rule).
 
     A model's own rules come before those of its fields, in the API server's order. To be used on a
-    model validated with the context DEFER_RULES. Models in lists have no rules and are not visited.
+    model validated with the context DEFER_RULES.
     """
     for rule in model.rules:
         if rule.holds and not rule.holds(model):
@@ -118,3 +126,7 @@ def broken_rules(model: ApiModel, path: tuple[str, ...] = ()) -> Iterator[tuple[
                 yield from ((here, value, rule) for rule in annotation.rules if rule.holds and not rule.holds(value))
         if isinstance(value, ApiModel):
             yield from broken_rules(value, here)
+        elif isinstance(value, list):
+            for index, item in enumerate(value):
+                if isinstance(item, ApiModel):
+                    yield from broken_rules(item, (*path, f"{here[-1]}[{index}]"))

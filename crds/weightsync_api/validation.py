@@ -26,7 +26,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from .base import DEFER_RULES, ApiModel, broken_rules, inner_type
+from .base import DEFER_RULES, ApiModel, broken_rules, inner_type, model_of
 from .documents import MAX_BYTES, DocumentError, read_documents
 from .v1alpha1 import API_VERSION, KIND, WeightSync, WeightSyncSpec
 
@@ -276,8 +276,7 @@ def _spec_paths(model: type[ApiModel], prefix: str) -> Iterator[str]:
     for name, field in model.model_fields.items():
         path = f"{prefix}.{field.alias or name}"
         yield path
-        inner = inner_type(field.annotation)
-        if isinstance(inner, type) and issubclass(inner, ApiModel):
+        if (inner := model_of(field.annotation)) is not None:
             yield from _spec_paths(inner, path)
 
 
@@ -298,9 +297,8 @@ def _field(loc: tuple[int | str, ...]) -> FieldInfo | None:
 def _model(loc: tuple[int | str, ...]) -> type[ApiModel] | None:
     if not loc:
         return WeightSync
-    field = _field(loc)
-    inner = inner_type(field.annotation) if field else None
-    return inner if isinstance(inner, type) and issubclass(inner, ApiModel) else None
+    field = _field(loc[:-1] if isinstance(loc[-1], int) else loc)
+    return model_of(field.annotation) if field else None
 
 
 def _values(field: FieldInfo | None) -> list[str]:

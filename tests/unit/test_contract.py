@@ -18,7 +18,7 @@ from contract import (
     cases,
     server_sentences,
 )
-from weightsync_api.base import ApiModel, Rule, Ruled, inner_type
+from weightsync_api.base import ApiModel, Rule, Ruled, model_of
 from weightsync_api.crd import crd
 from weightsync_api.v1alpha1 import WeightSync
 from weightsync_api.validation import ManifestError, check, load_manifests, parse_manifests, read_weightsyncs
@@ -55,8 +55,7 @@ def _rules(model: type[ApiModel]) -> set[Rule]:
     found = set(model.rules)
     for field in model.model_fields.values():
         found.update(rule for note in field.metadata if isinstance(note, Ruled) for rule in note.rules)
-        inner = inner_type(field.annotation)
-        if isinstance(inner, type) and issubclass(inner, ApiModel):
+        if (inner := model_of(field.annotation)) is not None:
             found |= _rules(inner)
     return found
 
@@ -77,6 +76,8 @@ def _limits(schema: dict[str, Any], path: str) -> list[str]:
         found.append(f"{path}: should be less than or equal to {schema['maximum']}")
     for name, inner in schema.get("properties", {}).items():
         found += _limits(inner, f"{path}.{name}")
+        if inner.get("items", {}).get("properties"):
+            found += _limits(inner["items"], f"{path}.{name}[0]")
     return found + [f"{path}.{name}: Required value" for name in schema.get("required", ())]
 
 

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from ..base import ApiModel, Rule, Ruled
 from ..quantity import PATTERN, within
+from .names import MAX_NAME_RULES, NameRule
 
 MAX_RECEIVERS = 1024
 """Ranks of receivers in one WeightSync; status.agents holds one entry for each."""
@@ -157,6 +158,12 @@ class SenderSpec(ApiModel):
     """The one sender: rank 0."""
 
     source: Source = Field(description="Where the weights come from: exactly one of synthetic, checkpoint, trainer.")
+    names: list[NameRule] = Field(
+        default_factory=list,
+        max_length=MAX_NAME_RULES,
+        description="Renames the sender's tensors to what the engine calls them, in order. Wrappers' parts such as "
+        "_orig_mod and base_model.model are left out before, without a rule.",
+    )
     template: Overlay = Field(
         default_factory=dict,
         description="Pod template overlay (strategic merge): the trainer's containers, volumes, node selectors. "
