@@ -17,9 +17,9 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
+from kubectl import Kubectl, Tree
 
 HERE = Path(__file__).parent
 READY_SECONDS = 90.0
@@ -32,25 +32,24 @@ CONTROLLERS = (
     "serviceaccount-controller",
     "disruption-controller",
     "resourcequota-controller",
+    "clusterrole-aggregation-controller",
 )
-
-Tree = dict[str, Any]
 
 
 def programs() -> Path | None:
-    """The folder of the built programs; None where `make cluster-programs` has not been run."""
+    """The folder of the built programs; None where build.sh has not been run."""
     found = subprocess.run([HERE / "build.sh", "--where"], capture_output=True, text=True, check=True, timeout=60)
     folder = Path(found.stdout.strip())
     return folder if (folder / "kube").exists() else None
 
 
-class ControlPlane:
+class ControlPlane(Kubectl):
     """Servers in a folder of their own. Use as a context manager. `scheduler`: whether one says why pods wait."""
 
     def __init__(self, bin_dir: Path, scheduler: bool = True) -> None:
         self.bin = bin_dir
         self.dir = Path(tempfile.mkdtemp(prefix="ws-cluster-"))
-        self.kubeconfig = self.dir / f"{ADMIN}.kubeconfig"
+        super().__init__(bin_dir / "kubectl", self.dir / f"{ADMIN}.kubeconfig", self.dir)
         self.operator_kubeconfig = self.dir / f"{OPERATOR}.kubeconfig"
         self.audit_log = self.dir / "audit.log"
         self._servers: dict[str, subprocess.Popen[bytes]] = {}
@@ -102,41 +101,13 @@ class ControlPlane:
                     server.wait(5)
         shutil.rmtree(self.dir, ignore_errors=True)
 
-    # --- kubectl ----------------------------------------------------------------------------------------------------
+    # --- the audit log ------------------------------------------------------------------------------------------------
 
-    def run(self, *arguments: str, stdin: str = "", check: bool = True) -> subprocess.CompletedProcess[str]:
-        """kubectl as the admin."""
-        done = subprocess.run(
-            [str(self.bin / "kubectl"), "--kubeconfig", str(self.kubeconfig), *arguments],
-            input=stdin,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            env={**os.environ, "HOME": str(self.dir)},
-        )
-        assert not check or done.returncode == 0, f"kubectl {' '.join(arguments)}: {done.stderr}"
-        return done
-
-    def kubectl(self, *arguments: str, stdin: str = "") -> str:
-        return self.run(*arguments, stdin=stdin).stdout
-
-    def apply(self, tree: Mapping[str, Any], namespace: str) -> subprocess.CompletedProcess[str]:
-        return self.run("-n", namespace, "apply", "-f", "-", stdin=json.dumps(tree), check=False)
-
-    def get(self, kind: str, name: str, namespace: str) -> Tree | None:
-        done = self.run("-n", namespace, "get", kind, name, "-o", "json", "--ignore-not-found")
-        found: Tree | None = json.loads(done.stdout) if done.stdout.strip() else None
-        return found
-
-    def list(self, kinds: str, namespace: str) -> list[Tree]:
-        items: list[Tree] = json.loads(self.kubectl("-n", namespace, "get", kinds, "-o", "json"))["items"]
-        return items
-
-    def audit(self) -> Iterator[Tree]:
-        """The operator's requests so far that the API server has answered."""
+    def audit(self, user: str = OPERATOR) -> Iterator[Tree]:
+        """The requests so far of the operator, or of a ServiceAccount, that the API server has answered."""
         for line in self.audit_log.read_text().splitlines():
             event: Tree = json.loads(line)
-            if event["user"]["username"] == OPERATOR:
+            if event["user"]["username"] == user:
                 yield event
 
     def writes(self) -> list[str]:
@@ -146,6 +117,14 @@ class ControlPlane:
             for event in self.audit()
             if event["verb"] not in ("get", "list", "watch")
         ]
+
+    def kubeconfig_of(self, namespace: str, account: str) -> Path:
+        """For a ServiceAccount, with a token of it as a pod gets one."""
+        token = self.kubectl("-n", namespace, "create", "token", account, "--duration=1h").strip()
+        path = self.dir / f"{namespace}-{account}.kubeconfig"
+        path.write_text(_kubeconfig(token, self._port, self.dir / "tls" / "apiserver.crt"))
+        path.chmod(0o600)
+        return path
 
     # --- configuration ----------------------------------------------------------------------------------------------
 
@@ -168,12 +147,13 @@ class ControlPlane:
         tokens.write_text("".join(f'{token},{user},{user},"system:masters"\n' for user, token in TOKENS.items()))
         certificate = self.dir / "tls" / "apiserver.crt"
         for user, path in ((ADMIN, self.kubeconfig), (OPERATOR, self.operator_kubeconfig)):
-            path.write_text(_kubeconfig(user, self._port, certificate))
+            path.write_text(_kubeconfig(TOKENS[user], self._port, certificate))
             path.chmod(0o600)
         policy = self.dir / "audit.yaml"
         policy.write_text(
             "apiVersion: audit.k8s.io/v1\nkind: Policy\nomitStages: [RequestReceived]\n"
-            f"rules: [{{level: Metadata, users: [{OPERATOR}]}}, {{level: None}}]\n"
+            f"rules: [{{level: Metadata, users: [{OPERATOR}]}}, "
+            "{level: Metadata, userGroups: ['system:serviceaccounts']}, {level: None}]\n"
         )
         etcd = f"http://127.0.0.1:{self._etcd}"
         client = ["--kubeconfig", str(self.kubeconfig), "--leader-elect=false", "--secure-port=0"]
@@ -194,6 +174,8 @@ class ControlPlane:
                 *("--service-account-key-file", str(public), "--service-account-signing-key-file", str(key)),
                 *("--audit-policy-file", str(policy), "--audit-log-path", str(self.audit_log)),
                 *("--audit-log-mode", "blocking"),
+                # Who makes a child that blocks its owner's deletion needs the right to; some distributions ask for it.
+                *("--enable-admission-plugins", "OwnerReferencesPermissionEnforcement"),
                 # For claims of devices. Served only where they are asked for before 1.34.
                 *("--runtime-config", "resource.k8s.io/v1=true"),
             ],
@@ -228,7 +210,7 @@ def _resource(reference: Mapping[str, str]) -> str:
     return reference["resource"] + (f"/{reference['subresource']}" if reference.get("subresource") else "")
 
 
-def _kubeconfig(user: str, port: int, certificate: Path) -> str:
+def _kubeconfig(token: str, port: int, certificate: Path) -> str:
     # The server's certificate is made by itself as it starts.
     cluster = {"server": f"https://127.0.0.1:{port}", "certificate-authority": str(certificate)}
     return yaml.safe_dump(
@@ -236,9 +218,9 @@ def _kubeconfig(user: str, port: int, certificate: Path) -> str:
             "apiVersion": "v1",
             "kind": "Config",
             "current-context": "test",
-            "contexts": [{"name": "test", "context": {"cluster": "test", "user": user}}],
+            "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
             "clusters": [{"name": "test", "cluster": cluster}],
-            "users": [{"name": user, "user": {"token": TOKENS[user]}}],
+            "users": [{"name": "test", "user": {"token": token}}],
         }
     )
 
