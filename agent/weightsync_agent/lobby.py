@@ -79,6 +79,20 @@ class Lobby:
         refused = {rank for rank, peer in self.peers.items() if peer.state == AgentState.REFUSED}
         return bool(set(self.missing()) - refused) or not (self.peers or self._config.receivers == 0)
 
+    def nobody(self) -> str:
+        """Why no receiver is there, in a sentence."""
+        config = self._config
+        told = "; ".join(f"rank {rank}: {reason}" for rank, reason in list(self.missing().items())[:20])
+        return (
+            f"WeightSync {config.namespace}/{config.name}: no receiver has joined at {config.bind} "
+            f"within {config.join_timeout_seconds:g} s; {told or 'none is expected: spec.receivers.replicas is 0'}"
+        )
+
+    def lost(self, peer: Peer) -> None:
+        """Its connection is gone."""
+        peer.state, peer.message = AgentState.LOST, "its connection is gone: the process ended or the node is off"
+        self.forget(peer)
+
     def take(self, address: bytes, message: protocol.FromReceiver, step: int) -> None:
         """A word of joining. `step`: the sender's last."""
         if self.in_step:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weightsync_api.agent_config import AgentConfig
-from weightsync_api.reports import AgentReport, Report, StepReport
+from weightsync_api.reports import AgentReport, AgentState, MemorySample, Report, StepReport
+
+from .peers import Peer
+from .protocol import Identity
+from .transport.base import SenderTransport
 
 KEPT_STEPS = 64
+
+PUBLISH_STEPS = 8
+"""Steps that are so quick that as many pass between two looks of the service thread: readers must miss none of them."""
 
 
 @dataclass(frozen=True)
@@ -90,3 +97,59 @@ class StepLog:
         with self._published:
             self._published.wait_for(told, timeout)
         return self.report(after)
+
+
+class Publisher:
+    """Puts what a leading sender is at the moment into its StepLog. Used under the sender's lock."""
+
+    def __init__(
+        self, steps: StepLog, identity: Identity, transport: SenderTransport, peers: Mapping[int, Peer]
+    ) -> None:
+        self.memory = MemorySample()
+        """The sender's own, around its last step."""
+        self.finished = False
+        self._steps = steps
+        self._identity = identity
+        self._transport = transport
+        self._peers = peers
+        self._unpublished = 0
+        """Steps that the log does not tell yet: the service thread publishes them, off the step's path."""
+
+    @property
+    def behind(self) -> bool:
+        return self._unpublished > 0
+
+    def add(self, step: StepReport) -> None:
+        self._steps.add(step)
+        self._unpublished += 1
+        if self._unpublished >= PUBLISH_STEPS:
+            self.publish()
+
+    def catch_up(self) -> None:
+        """Publishes what steps left for later."""
+        if self.behind:
+            self.publish()
+
+    def publish(self) -> None:
+        self._unpublished = 0
+        last, identity = self._steps.last, self._identity
+        me = AgentReport(
+            rank=0,
+            pod=identity.pod,
+            node=identity.node,
+            pid=identity.pid,
+            gpu=identity.gpu,
+            state=AgentState.SYNCED if last else AgentState.JOINED,
+            message="its last step did not reach every receiver" if last and not last.complete else "",
+            step=self._steps.last_complete,
+            memory=self.memory,
+        )
+        peers = [self._peers[rank] for rank in sorted(self._peers)]
+        self._steps.publish(
+            [me, *(peer.report() for peer in peers)],
+            transport=self._transport.kind,
+            mode=self._transport.plan.mode,
+            route=self._transport.route,
+            self_tested=bool(peers) and all(peer.joined for peer in peers),
+            finished=self.finished,
+        )

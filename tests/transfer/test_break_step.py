@@ -194,14 +194,14 @@ def test_interrupted_step_is_whole_nowhere_and_the_next_one_is(mode, make_config
         assert sender.step().complete
         receiver.loader.gate.clear()
         receiver.loader.entered.clear()
-        poll = sender._poll
+        poll = sender._router.poll
 
         def interrupted(timeout: float) -> None:
             if receiver.loader.entered.is_set():
                 raise KeyboardInterrupt  # as Ctrl-C does wherever the step happens to wait
             poll(timeout)
 
-        monkeypatch.setattr(sender, "_poll", interrupted)
+        monkeypatch.setattr(sender._router, "poll", interrupted)
         with pytest.raises(KeyboardInterrupt):
             sender.step()
         monkeypatch.undo()
@@ -244,7 +244,7 @@ def test_replayed_words_of_joining_change_nothing(make_config, joined) -> None:
         eventually(lambda: sender.errors["protocol"] == 4, "each was counted")
         assert state_of(sender, 1) == "Joined"
         assert sender._transport.owned_bytes == owned
-        assert sender._service.is_alive()
+        assert sender._router._service.is_alive()
         for memory in memories:
             memory.close()
 
@@ -279,11 +279,11 @@ def test_flood_does_not_hold_a_step_beyond_its_deadline(make_config) -> None:
         def send_multipart(self, frames: list[bytes], flags: int) -> None:
             pass
 
-    with Sender(samples.mixed(0), config=make_config(receivers=0)) as sender, sender._lock:
-        socket, sender._socket = sender._socket, Endless()
+    with Sender(samples.mixed(0), config=make_config(receivers=0)) as sender, sender._router.lock:
+        socket, sender._router._socket = sender._router._socket, Endless()
         with pytest.raises(JoinTimeout):
             sender.step()
-        sender._socket = socket
+        sender._router._socket = socket
 
 
 @BOTH_MODES
@@ -329,7 +329,7 @@ def test_close_within_a_step_by_a_signal_handler_ends_it_with_a_named_error(make
     assert sender.step().complete
     receiver.loader.gate.clear()
     receiver.loader.entered.clear()
-    poll = sender._poll
+    poll = sender._router.poll
 
     def closing(timeout: float) -> None:
         if receiver.loader.entered.is_set():
@@ -337,7 +337,7 @@ def test_close_within_a_step_by_a_signal_handler_ends_it_with_a_named_error(make
             sender.close("asked to end")
         poll(timeout)
 
-    monkeypatch.setattr(sender, "_poll", closing)
+    monkeypatch.setattr(sender._router, "poll", closing)
     with pytest.raises(WeightSyncError):
         sender.step()
     sender.close()

@@ -1,0 +1,120 @@
+"""Carries one step through: Begin, buckets, Commit, ACKs; and breaks off what can't be completed."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+from weightsync_api.agent_config import AgentConfig
+from weightsync_api.reports import AgentState
+from weightsync_api.v1alpha1.spec import VerifyMode
+
+from . import protocol
+from .errors import StepTimeout, TransportError
+from .manifest import Manifest
+from .memory import MemoryMeter
+from .router import Router
+from .send_channel import StepChannel
+from .transport.base import SenderTransport
+
+
+class Carrier:
+    """Drives the transport through each step, in the thread that calls `step()`, under the router's lock."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        manifest: Manifest,
+        transport: SenderTransport,
+        meter: MemoryMeter,
+        router: Router,
+        errors: Counter[str],
+    ) -> None:
+        self._config = config
+        self._manifest = manifest
+        self._transport = transport
+        self._meter = meter
+        self._router = router
+        self._errors = errors
+        self._group: tuple[int, ...] = ()
+        self._epoch = 0
+
+    def carry(self, channel: StepChannel) -> None:
+        """Until every receiver has acknowledged or left the step. Raises TransportError, StepTimeout."""
+        config, transport, step = self._config, self._transport, channel.step
+        if not transport.whole:
+            self._meter.before()
+        verify = config.verify.mode == VerifyMode.DIGEST and (
+            step % config.verify.every_steps == 0 or any(not p.verified_once for p in channel.members.values())
+        )
+        channel.verify = verify
+        transport.fence()
+        if transport.collective:
+            self._regroup(channel)
+        transport.open_step(step)
+        digests = transport.digests() if verify and transport.whole else b""
+        begin = protocol.Begin(
+            step=step,
+            manifest_hash=self._manifest.hash,
+            verify=verify,
+            whole=transport.whole,
+            digests=digests,
+            flag_base=transport.flag_base,
+            timeout_seconds=max(channel.deadline.remaining, 0.001),
+        )
+        frame = protocol.encode(begin)
+        for rank in channel.ranks:
+            transport.lay(rank, frame)
+        channel.begin(begin)
+        if transport.whole:
+            self._meter.before()  # while the receivers copy; nothing was allocated since the step began
+        else:
+            transport.send(channel)
+            channel.post(protocol.Commit(step=step, digests=transport.digests() if verify else b""))
+        channel.committed_at = time.perf_counter()
+        channel.wait_acks(channel.deadline.earlier(config.ack_timeout_seconds))
+
+    def _regroup(self, channel: StepChannel) -> None:
+        """Makes the collective's group anew where its members changed or the last step broke in it.
+
+        A receiver that is lost while the group is made leaves the step, and the others make another group.
+        """
+        deadline = channel.deadline.earlier(self._config.join_timeout_seconds)
+        while (ranks := (0, *sorted(channel.ranks))) != self._group or self._transport.needs_regroup:
+            if len(ranks) == 1:
+                raise TransportError(f"step {channel.step}: every receiver was lost while the group was made")
+            self._group = ()
+            self._epoch += 1
+
+            def check(ranks: tuple[int, ...] = ranks) -> None:
+                channel.alive()
+                if (0, *sorted(channel.ranks)) != ranks:
+                    raise TransportError(f"step {channel.step}: a receiver was lost while the group was made")
+
+            invitation = self._transport.regroup(self._epoch, ranks, deadline.remaining)
+            channel.post(invitation)
+            try:
+                check()
+                self._transport.connect(invitation, deadline, check)
+                channel.wait_regrouped(self._epoch, deadline)
+                check()
+            except TransportError:
+                self._transport.needs_regroup = True
+                if (0, *sorted(channel.ranks)) == ranks:
+                    raise
+            else:
+                self._group = ranks
+
+    def break_off(self, channel: StepChannel, error: TransportError | StepTimeout) -> None:
+        """The step can't be completed: those who have not acknowledged are told to drop it, and are tainted."""
+        timed_out = isinstance(error, StepTimeout)
+        # First in shared memory, where it can't be late: the trainer may write as soon as step() returns.
+        self._transport.close_step()
+        self._errors["timeout" if timed_out else "transport"] += 1
+        self._router.take_all()
+        for rank in channel.ranks:
+            if rank not in channel.acks:
+                self._router.post(channel.members[rank], protocol.Abort(step=channel.step, cause=str(error)[:4096]))
+                channel.fail(rank, AgentState.TAINTED, str(error))
+        if self._transport.collective:
+            self._transport.needs_regroup = True
