@@ -1,7 +1,8 @@
 """What every transport is: two ends that the sender's and the receiver's state machines drive.
 
 The state machine (sender.py with carrier.py; receiver.py) owns messages, deadlines and failures; a transport owns
-memory and copies. A transport's end is made once for the agent's life: streams, slots and mappings are reused by every step.
+memory and copies. A transport's end is made once for the agent's life: streams, slots and mappings are reused by every
+step.
 
 Life of the two ends:
 
