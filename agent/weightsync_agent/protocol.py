@@ -1,4 +1,4 @@
-"""The control wire: every message is one ZeroMQ frame of JSON, validated by a model of this module. Never pickle.
+"""The control wire: every message is one ZeroMQ frame of JSON, validated by a model of this module. Never an object.
 
 Receiver -> sender: Hello, Differs, Joined, Regrouped, Drained, Ack, Error, Bye.
 Sender -> receiver: Welcome, Refuse, Admitted, Regroup, Begin, Bucket, Commit, Abort, Error, Ping, Bye.

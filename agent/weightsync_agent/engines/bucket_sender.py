@@ -1,0 +1,145 @@
+"""What our senders to verl and to checkpoint-engine have in common: one step, its report, and how it fails."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from datetime import UTC, datetime
+from typing import Self
+
+import torch
+from weightsync_api.reports import AgentState, ReceiverStep, StepReport
+
+from ..deadline import Deadline
+from ..errors import Closed, JoinTimeout, StepFailed, StepTimeout, TransportError
+from ..sources.module import Weights
+from .bucket_source import BucketSource
+from .lent_memory import RELEASE_SECONDS, lend
+from .lockstep import Lockstep
+from .object_wire import require_allowed
+
+BUCKET_BYTES = 512 << 20
+"""Of one bucket; the buffer holds two. As verl's default."""
+MAX_ANSWER_BYTES = 4096
+
+
+class BucketSender:
+    """Feeds one peer, a step a call. Made once; nothing is shared with the peer between two steps."""
+
+    peer = "the receiver"
+    prefix = "weightsync"
+
+    def __init__(
+        self,
+        source: Weights,
+        *,
+        allow_object_wire: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
+        dtype: torch.dtype | None = None,
+        join_timeout_seconds: float = 120.0,
+        step_timeout_seconds: float = 300.0,
+    ) -> None:
+        """`source`, `dtype`: as for Sender. `bucket_bytes`: grows to the largest tensor where that is larger.
+
+        Raises ConfigError, naming the tensor, for weights that can't be sent, and where `allow_object_wire` is not set.
+        """
+        require_allowed(allow_object_wire, self.peer)
+        self._source = BucketSource(source, bucket_bytes, dtype)
+        self._join_timeout, self._step_timeout = join_timeout_seconds, step_timeout_seconds
+        self._lent = lend(self._source.nbytes, self._source.device, self.prefix)
+        self._closed = False
+        self._over = False
+        """The peer waits for nothing more."""
+        self._step = 0
+        self.manifest = self._source.manifest
+        self.stranded_bytes = 0
+        """CUDA memory that the peer of the last step never released."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @abstractmethod
+    def _converse(self, channel: Lockstep, deadline: Deadline) -> None:
+        """The whole step, up to the peer's last answer. Raises TransportError, StepTimeout, JoinTimeout."""
+
+    @abstractmethod
+    def _break_off(self, channel: Lockstep, deadline: Deadline) -> None:
+        """Tells a peer that still waits that nothing more comes. May raise anything."""
+
+    def _run(self, address: str) -> StepReport:
+        if self._closed:
+            raise Closed(f"this sender to {self.peer} is closed")
+        gatherer = self._source.gatherer
+        if not gatherer.leads:
+            gatherer.follow()
+            return StepReport(step=0, started_at=datetime.now(UTC), duration_microseconds=0, bytes=0, complete=True)
+        try:
+            return self._lead(address)
+        finally:
+            gatherer.conclude()
+
+    def _lead(self, address: str) -> StepReport:
+        started_at, began = datetime.now(UTC), time.perf_counter()
+        deadline = Deadline(self._step_timeout)
+        channel = Lockstep(address, "asks", self.peer)
+        whole = False
+        self._step += 1
+        self._over = False
+        failure: Exception | None = None
+        try:
+            self._converse(channel, deadline)
+            whole = True
+        except JoinTimeout:
+            self._step -= 1
+            raise
+        except (TransportError, StepTimeout) as error:
+            failure = error
+        finally:
+            if not whole and not self._over and not channel.gone:
+                try:
+                    self._break_off(channel, Deadline(2.0))
+                except Exception as error:
+                    failure = failure or error
+            gone = channel.gone
+            channel.close()
+            self._source.detach()
+            self.stranded_bytes = self._lent.returned(Deadline(RELEASE_SECONDS), peer_gone=gone and not whole)
+        report = StepReport(
+            step=self._step,
+            started_at=started_at,
+            duration_microseconds=round((time.perf_counter() - began) * 1e6),
+            bytes=self.manifest.nbytes if whole else 0,
+            receivers=[
+                ReceiverStep(
+                    rank=1,
+                    state=AgentState.SYNCED if whole else AgentState.LOST if gone else AgentState.TAINTED,
+                    error=str(failure or "")[:4096],
+                )
+            ],
+            complete=whole,
+        )
+        if failure is not None:
+            raise StepFailed(f"step {self._step} to {self.peer} broke off: {failure}", report) from failure
+        return report
+
+    def _lend(self) -> None:
+        """Before the first message: the buffer is there and the first bucket in it."""
+        self._handle = self._lent.lend()
+        self._source.attach(self._lent.buffer)
+
+    def _pack(self, bucket: int) -> None:
+        self._source.pack(bucket)
+
+    def _expect_empty(self, answer: bytes, what: str) -> None:
+        if answer != b"":
+            text = answer[-MAX_ANSWER_BYTES:].decode("utf-8", "replace").strip()
+            raise TransportError(f"{self.peer} answered with an error, {what}: {text}")
+
+    def close(self) -> None:
+        """Gives the buffer back. Idempotent."""
+        self._closed = True
+        self._source.detach()
+        self._lent.close()

@@ -1,0 +1,112 @@
+"""A trainer's weights as one peer's buckets: every tensor whole in one, packed by turns into two halves of one buffer.
+
+The peers' buckets have no place for a part of a tensor, so the bucket grows to the largest tensor where it must. While
+the peer works on one half, the other is filled.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..copy_plan import Bounces, CopyPlan, Pair, byte_view, pack_pairs
+from ..errors import ConfigError
+from ..manifest import align, layout
+from ..sources.module import Weights, gatherer_for
+from .bucket_messages import Placed
+
+
+class BucketSource:
+    """Raises ConfigError, naming the tensor, for what can't be sent: meta, sparse, quantised, a name twice."""
+
+    def __init__(self, source: Weights, bucket_bytes: int, dtype: torch.dtype | None = None) -> None:
+        self.gatherer = gatherer_for(source, dtype)
+        if not self.gatherer.tensors:
+            raise ConfigError("there are no weights to send: the source has no tensors")
+        devices = {tensor.device for tensor in self.gatherer.tensors}
+        if len(devices) > 1:
+            raise ConfigError(f"the weights are on several devices ({', '.join(map(str, devices))}): move them to one")
+        self.device = devices.pop()
+        self.manifest = self.gatherer.manifest
+        largest = max(entry.nbytes for entry in self.manifest.tensors)
+        whole = sum(align(entry.nbytes) for entry in self.manifest.tensors if entry.alias is None)
+        self.half = align(max(min(bucket_bytes, whole), largest, 1))
+        """Bytes of one bucket."""
+        self._layout = layout(self.manifest, self.half)
+        self.buckets = max(1, len(self._layout.buckets))
+        self.nbytes = self.half * min(2, self.buckets)
+        """Bytes of the buffer."""
+        self._plans: list[CopyPlan] | None = None
+        self._pairs: list[list[Pair]] = []
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._addresses = self._now()
+        self._aliases: dict[int, list[int]] = {}
+        for index, entry in enumerate(self.manifest.tensors):
+            if entry.alias is not None:
+                self._aliases.setdefault(entry.alias, []).append(index)
+
+    def attach(self, buffer: torch.Tensor) -> None:
+        """`buffer`: uint8 [nbytes] on the weights' device, for the step that begins. Raises ConfigError."""
+        self._check_addresses()
+        self._buffer = buffer
+        if not self.gatherer.plain:
+            return
+        halves = [buffer[start : start + self.half] for start in range(0, self.nbytes, self.half)]
+        bounces = Bounces()
+        pairs = [
+            pack_pairs(self.gatherer.tensors, pieces, halves[bucket % len(halves)], bounces)
+            for bucket, pieces in enumerate(self._layout.buckets)
+        ]
+        if self.device.type == "cpu":
+            self._plans = [CopyPlan(some) for some in pairs]
+        else:
+            self._pairs = pairs
+
+    def detach(self) -> None:
+        """The buffer goes: no view of it stays here."""
+        self._plans, self._pairs = None, []
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def pack(self, bucket: int) -> None:
+        """Fills the half of this bucket; on a GPU queues it."""
+        if bucket >= len(self._layout.buckets):
+            return  # nothing but tensors without bytes
+        if not self.gatherer.plain:
+            self._pack_gathered(bucket)
+        elif self._plans is not None:
+            self._plans[bucket].run()
+        else:
+            sources, destinations = zip(*self._pairs[bucket], strict=True)
+            with torch.inference_mode():
+                torch._foreach_copy_(list(destinations), list(sources))
+
+    def _pack_gathered(self, bucket: int) -> None:
+        pieces = self._layout.buckets[bucket]
+        tensors = self.gatherer.gather([piece.tensor for piece in pieces])
+        start = bucket % 2 * self.half
+        for piece, tensor in zip(pieces, tensors, strict=True):
+            place = start + piece.bucket_offset
+            self._buffer[place : place + piece.nbytes].copy_(byte_view(tensor))
+
+    def placed(self, bucket: int) -> list[Placed]:
+        """The bucket's tensors and their places in the buffer; tied ones lie at one place, empty ones in bucket 0."""
+        start = bucket % 2 * self.half
+        found: list[Placed] = []
+        if bucket == 0:
+            found += [Placed(entry, 0) for entry in self.manifest.tensors if not entry.nbytes]
+        for piece in self._layout.buckets[bucket] if self._layout.buckets else ():
+            found += [
+                Placed(self.manifest.tensors[index], start + piece.bucket_offset)
+                for index in (piece.tensor, *self._aliases.get(piece.tensor, ()))
+            ]
+        return found
+
+    def _now(self) -> list[int]:
+        return [tensor.data_ptr() for tensor in self.gatherer.tensors] if self.gatherer.plain else []
+
+    def _check_addresses(self) -> None:
+        moved = [n for n, a, b in zip(self.gatherer.names, self._now(), self._addresses, strict=False) if a != b]
+        if moved:
+            raise ConfigError(
+                f"{', '.join(moved[:20])}{f' and {len(moved) - 20} more' if len(moved) > 20 else ''} moved since this "
+                "sender was made, and nothing was sent: write weights in place, or make another sender"
+            )
