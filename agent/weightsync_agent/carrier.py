@@ -10,6 +10,7 @@ from weightsync_api.reports import AgentState
 from weightsync_api.v1alpha1.spec import VerifyMode
 
 from . import protocol
+from .addresses import Addresses
 from .errors import StepTimeout, TransportError
 from .manifest import Manifest
 from .memory import MemoryMeter
@@ -26,6 +27,7 @@ class Carrier:
         config: AgentConfig,
         manifest: Manifest,
         transport: SenderTransport,
+        addresses: Addresses,
         meter: MemoryMeter,
         router: Router,
         errors: Counter[str],
@@ -33,14 +35,23 @@ class Carrier:
         self._config = config
         self._manifest = manifest
         self._transport = transport
+        self._addresses = addresses
         self._meter = meter
         self._router = router
         self._errors = errors
         self._group: tuple[int, ...] = ()
         self._epoch = 0
 
+    @property
+    def checks_late(self) -> bool:
+        """`carry` looks whether tensors moved, while the receivers copy; otherwise it is to be done before."""
+        return self._transport.whole and self._addresses.many
+
     def carry(self, channel: StepChannel) -> None:
-        """Until every receiver has acknowledged or left the step. Raises TransportError, StepTimeout."""
+        """Until every receiver has acknowledged or left the step.
+
+        Raises TransportError, StepTimeout; ConfigError with `checks_late`.
+        """
         config, transport, step = self._config, self._transport, channel.step
         if not transport.whole:
             self._meter.before()
@@ -48,31 +59,49 @@ class Carrier:
             step % config.verify.every_steps == 0 or any(not p.verified_once for p in channel.members.values())
         )
         channel.verify = verify
-        transport.fence()
-        if transport.collective:
-            self._regroup(channel)
-        transport.open_step(step)
-        digests = transport.digests() if verify and transport.whole else b""
-        begin = protocol.Begin(
-            step=step,
-            manifest_hash=self._manifest.hash,
-            verify=verify,
-            whole=transport.whole,
-            digests=digests,
-            flag_base=transport.flag_base,
-            timeout_seconds=max(channel.deadline.remaining, 0.001),
-        )
-        frame = protocol.encode(begin)
+        digests = b""
+        if transport.whole and not verify:
+            # Written while the trainer's last kernels still run: what comes after the fence, the receivers wait for.
+            begin = self._begin(channel)
+            frame = protocol.encode(begin)
+            transport.fence()
+            transport.open_step(step)
+        else:
+            transport.fence()
+            if transport.collective:
+                self._regroup(channel)
+            transport.open_step(step)
+            digests = transport.digests() if verify and transport.whole else b""
+            begin = self._begin(channel, digests)
+            frame = protocol.encode(begin)
         for rank in channel.ranks:
             transport.lay(rank, frame)
         channel.begin(begin)
         if transport.whole:
-            self._meter.before()  # while the receivers copy; nothing was allocated since the step began
+            # While the receivers copy: nothing was allocated since the step began, and nothing will be.
+            self._meter.before()
+            channel.memory = self._meter.after()
+            if self.checks_late:
+                self._addresses.check("the step was broken off")
         else:
             transport.send(channel)
-            channel.post(protocol.Commit(step=step, digests=transport.digests() if verify else b""))
+            digests = transport.digests() if verify else b""
+        if not begin.whole:
+            channel.post(protocol.Commit(step=step, digests=digests))
         channel.committed_at = time.perf_counter()
         channel.wait_acks(channel.deadline.earlier(config.ack_timeout_seconds))
+
+    def _begin(self, channel: StepChannel, digests: bytes = b"") -> protocol.Begin:
+        whole = self._transport.whole and not self.checks_late
+        return protocol.Begin(
+            step=channel.step,
+            manifest_hash=self._manifest.hash,
+            verify=channel.verify,
+            whole=whole,
+            digests=digests if whole else b"",
+            flag_base=self._transport.flag_base,
+            timeout_seconds=max(channel.deadline.remaining, 0.001),
+        )
 
     def _regroup(self, channel: StepChannel) -> None:
         """Makes the collective's group anew where its members changed or the last step broke in it.

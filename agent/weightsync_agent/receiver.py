@@ -167,6 +167,7 @@ class Receiver:
             Closed: the sender said goodbye, or this end was closed.
         """
         deadline = Deadline(timeout)
+        self._mark()
         self._look_until = time.perf_counter() + min(timeout, LOOK_SECONDS if LOOKS else 0)
         return self._advance(deadline)
 
@@ -183,11 +184,17 @@ class Receiver:
     def wait(self, timeout: float | None = None) -> int | None:
         """As `poll`, until a whole step came, or None after `timeout` seconds (None: no end)."""
         deadline = Deadline(timeout if timeout is not None else float("inf"))
+        self._mark()
         self._look_until = time.perf_counter() + min(deadline.remaining, LOOK_SECONDS if LOOKS else 0)
         while True:
             step = self._advance(deadline.earlier(1.0))
             if step is not None or deadline.passed:
                 return step
+
+    def _mark(self) -> None:
+        """The engine has stopped here: what it queued so far reads the old weights, and is let finish."""
+        if self._transport is not None:
+            self._transport.mark()
 
     def _take(self, timeout: float) -> protocol.FromSender | None:
         """One message, or None. Raises Closed when this end is closed or, within a step, when the sender is gone."""
@@ -362,7 +369,14 @@ class Receiver:
             return None  # it came both ways: see transport/mailbox.py
         self._begun = begin.step
         began = time.perf_counter()
-        channel = ReceiverStepChannel(begin, self._post, self._take, self._meter.before)
+        sampled: list[MemorySample] = []
+
+        def started() -> None:
+            self._meter.before()
+            if transport.settled and not begin.verify:
+                sampled.append(self._meter.after())
+
+        channel = ReceiverStepChannel(begin, self._post, self._take, started)
         # From here on bytes land: whatever happens, the weights are mixed until the step is whole.
         self._state, self._message = AgentState.TAINTED, f"step {begin.step} is on its way"
         self._in_step = True
@@ -388,7 +402,7 @@ class Receiver:
             return None
         finally:
             self._in_step = False
-        self._memory = self._meter.after()
+        self._memory = sampled[0] if sampled else self._meter.after()
         self._state, self._message, self._step = AgentState.SYNCED, "", begin.step
         ack = protocol.Ack(
             step=begin.step,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from weightsync_api.reports import AgentState, ReceiverStep
+from weightsync_api.reports import AgentState, MemorySample, ReceiverStep
 
 from .deadline import Deadline
 from .errors import StepTimeout, TransportError
@@ -38,6 +38,8 @@ class StepChannel:
         self.acks: dict[int, ReceiverStep] = {}
         self.failed: dict[int, ReceiverStep] = {}
         self.absent: list[Peer] = []
+        self.memory: MemorySample | None = None
+        """The sender's own, where it was read within the step."""
         self.committed_at = 0.0
         """time.perf_counter() when the last of the step's data was out."""
         self._post = post

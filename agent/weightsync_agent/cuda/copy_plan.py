@@ -6,6 +6,7 @@ on the step path loses: 18,867 tensors at 7 us each is already the time of the w
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -19,6 +20,9 @@ from ..manifest import Piece
 from .arena import bytes_at
 from .compiled import Launcher, kernels, triton_dtype, triton_problem
 from .driver import device_index
+from .graph import RecordedLaunch
+
+log = logging.getLogger(__name__)
 
 Runs = npt.NDArray[np.int64]
 """int64 [n, 3]: source address, destination address, bytes."""
@@ -52,18 +56,21 @@ class DeviceCopyPlan:
         conversion: Conversion | None = None,
         backend: Literal["Auto", "Triton", "Torch"] = "Auto",
         keep: object = None,
+        recorded: bool = False,
     ) -> None:
         """Builds the table and loads the kernel; `run` then allocates and loads nothing.
 
         `grid_limit`: at most so many programs at a time, for copies beside other work (NVLINK_GRID). `keep`: held for
-        the plan's life. Destinations must not overlap. Auto falls back to torch where Triton does not work, with the
-        same bytes. Raises ValueError for a negative size or address, or where a kernel that is asked for can't work.
+        the plan's life. `recorded`: launched as a CUDA graph, with less of the host's time, but not beside streams that
+        wait on flags. Destinations must not overlap. Auto falls back to torch where Triton does not work, with the same
+        bytes. Raises ValueError for a negative size or address, or where a kernel that is asked for can't work.
         """
         self.device = torch.device("cuda", device_index(device))
         self.grid_limit = grid_limit
         """May be changed, before `warm`."""
         self._keep = keep
         self._launchers: dict[bool, Launcher] = {}
+        self._recorded: RecordedLaunch | None = None
         self._sources: list[torch.Tensor] = []
         self._destinations: list[torch.Tensor] = []
         self._strided: list[Pair] = []
@@ -86,6 +93,11 @@ class DeviceCopyPlan:
             self._build(table, converted)
         else:
             self._build_views(table, converted)
+        if recorded and self.rows:
+            try:
+                self._recorded = RecordedLaunch(self._queue, self.device)
+            except Exception as error:  # whatever a launcher does that can't be recorded
+                log.info("the copy plan's launch can't be recorded, so it is made anew each time: %s", error)
 
     @classmethod
     def of_tensors(
@@ -159,6 +171,12 @@ class DeviceCopyPlan:
 
     def run(self, stream: torch.cuda.Stream | None = None) -> None:
         """Queues the copies on `stream` (None: the current one). Neither waits nor allocates."""
+        if self._recorded is not None and stream is not None:
+            self._recorded.run(stream)
+            return
+        self._queue(stream)
+
+    def _queue(self, stream: torch.cuda.Stream | None) -> None:
         with torch.cuda.device(self.device):
             if self.rows:
                 persistent = self.grid_limit is not None and self.rows > self.grid_limit

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, Protocol
 
 import torch
@@ -213,6 +213,10 @@ class SenderTransport(ABC):
         """After `offer` raised FallBack: from now on Packed, with a fresh offer to every receiver."""
         raise NotImplementedError
 
+    def let_go(self) -> None:
+        """After `close`: keeps no tensor of the trainer's alive, however long somebody keeps the sender."""
+        self.plan = replace(self.plan, tensors=(), arena=None, gather=None)
+
     @abstractmethod
     def close(self) -> None:
         """Gives all memory back. Idempotent."""
@@ -248,6 +252,12 @@ class ReceiverTransport(ABC):
     def find(self) -> bytes | None:
         """As SenderTransport.find, from the sender."""
         return None
+
+    settled: bool = False
+    """Once a step has started, nothing more is allocated in it: its memory may be read while its copies run."""
+
+    def mark(self) -> None:
+        """Notes what the engine has queued until now: a step that begins before the next mark lets it finish first."""
 
     @abstractmethod
     def receive(self, channel: ReceiveChannel) -> None:

@@ -99,6 +99,7 @@ class IpcReceiver(ReceiverTransport):
         if self.target.in_place:
             self._stand_ins = StandIns(self.target.destinations())
             self._make_plans(offer)
+            self.settled = self.welcome.mode == "Direct"
         else:
             self._loader = Loader(self.manifest, self._layout, self.target, self._device, self._digests_of)
         if self._flags is not None:
@@ -156,7 +157,7 @@ class IpcReceiver(ReceiverTransport):
         grid = None if self._near else NVLINK_GRID
         if self.welcome.mode == "Direct":
             runs = self._direct_runs(self._sources(offer), pointers, also)
-            self._plans = [DeviceCopyPlan(runs, self._device, grid_limit=grid)]
+            self._plans = [DeviceCopyPlan(runs, self._device, grid_limit=grid, recorded=True)]
             return
         for bucket, pieces in enumerate(self._layout.buckets):
             slot = self._data[bucket % len(self._data)].pointer
@@ -188,6 +189,9 @@ class IpcReceiver(ReceiverTransport):
                 rows += [(sources[index], int(destinations[t]), entry.nbytes) for t in (index, *also.get(index, ()))]
         return merge_runs(np.array(rows, np.int64).reshape(-1, 3))
 
+    def mark(self) -> None:
+        self._stream.mark()
+
     def lay(self, frame: bytes) -> None:
         if self._mailbox is not None:
             self._mailbox.lay(frame)
@@ -200,7 +204,7 @@ class IpcReceiver(ReceiverTransport):
     def receive(self, channel: ReceiveChannel) -> None:
         assert self._page is not None
         # What the engine still has queued reads the old weights; it is let finish.
-        self._stream.follow()
+        self._stream.follow_mark()
         if self._loader is not None:
             channel.started()
             self._load(channel, self._loader)

@@ -456,7 +456,7 @@ class IpcSender(SenderTransport):
         for rank in list(self._exports):
             self.forget(rank)
         self._server.close()
-        self._plans, self._digest = [], None
+        self._plans, self._digest, self._stand_ins = [], None, None
         for slot in self._slots:
             slot.close()
         self._slots = []
