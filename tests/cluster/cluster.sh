@@ -6,9 +6,12 @@
 #   cluster.sh up             builds and installs what is missing, starts, waits until pods can run
 #   cluster.sh down           ends all of it and removes its state; images that were loaded are kept for the next one
 #   cluster.sh status         the servers, the node and the pods
+#   cluster.sh images         builds the images of this tree (images.sh) and loads them
 #   cluster.sh load TAR       imports an archive of an image (docker or OCI)
 #   cluster.sh restart NAME   kill -9 of one server, and its start
 #   cluster.sh kubectl ...    kubectl as the cluster's admin
+#   cluster.sh kubeconfig     where its configuration for kubectl is
+#   cluster.sh why-not        why no pods can run on this machine; nothing where they can
 #
 # WEIGHTSYNC_CLUSTER_STATE  its folder (default ~/.cache/weightsync/state): admin.kubeconfig, containerd.sock, log/.
 #                           At most 60 characters: it holds Unix sockets.
@@ -266,7 +269,7 @@ start() {
   kube-controller-manager)
     spawn kube-controller-manager "$bin/kube-controller-manager" --kubeconfig "$conf/controller-manager.kubeconfig" \
       --service-account-private-key-file "$pki/sa.key" --root-ca-file "$pki/ca.crt" --use-service-account-credentials \
-      --leader-elect=false --secure-port 0 ;;
+      --leader-elect=false --secure-port 0 --flex-volume-plugin-dir "$state/volume-plugins" ;;
   kube-scheduler)
     spawn kube-scheduler "$bin/kube-scheduler" --kubeconfig "$conf/scheduler.kubeconfig" --leader-elect=false --secure-port 0 ;;
   containerd) spawn containerd containerd --config "$conf/containerd.toml" ;;
@@ -377,6 +380,7 @@ down() {
   find /var/log/containers -lname "$log/*" -delete 2>/dev/null || true
   { grep -ls "$state/" /var/lib/cni/results/* || true; } | xargs -r rm -f
   rm -rf /var/lib/kubelet/device-plugins
+  [ "$(ls -A /etc/cni/net.d 2>/dev/null)" != cni.lock ] || rm -rf /etc/cni
   rmdir /var/log/containers /var/lib/cni/results /var/lib/cni /var/lib/kubelet 2>/dev/null || true
   rm -rf --one-file-system "$state"
 }
@@ -386,9 +390,11 @@ case ${1:-} in
 up) up ;;
 down) down ;;
 status) status ;;
+images) "$here/images.sh" build && CONTAINERD_ADDRESS=$socket "$here/images.sh" load ;;
 load) ctr images import "$2" ;;
 restart) restart "$2" ;;
 kubectl) shift && kubectl "$@" ;;
 why-not) why_not ;;
+kubeconfig) echo "$kubeconfig" ;;
 *) sed -n '2,/^set/{/^#/p}' "$0" | cut -c3- && exit 2 ;;
 esac

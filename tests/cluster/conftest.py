@@ -1,4 +1,4 @@
-"""One control plane for all tests of this folder, and a namespace for each test."""
+"""One control plane for the tests without nodes, and a namespace for each; the chart installed for those with pods."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from control_plane import ControlPlane, programs
+from pod_cluster import PodCluster, must_not_skip, why_no_pods
 from weightsync_api.crd import render
 
 
@@ -31,3 +32,23 @@ def namespace(cluster: ControlPlane) -> Iterator[str]:
     cluster.kubectl("create", "namespace", name)
     yield name
     cluster.kubectl("delete", "namespace", name, "--wait=false")
+
+
+@pytest.fixture(scope="module")
+def pod_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PodCluster]:
+    """With the operator installed by the chart."""
+    if reason := why_no_pods():
+        if must_not_skip():
+            pytest.fail(f"{reason} (CI or WEIGHTSYNC_NO_SKIP is set: nothing is skipped)")
+        pytest.skip(reason)
+    made = PodCluster(tmp_path_factory.mktemp("home"))
+    made.install()
+    yield made
+    made.uninstall()
+
+
+@pytest.fixture
+def pod_namespace(pod_cluster: PodCluster) -> Iterator[str]:
+    """Takes restricted pods only."""
+    with pod_cluster.namespace() as name:
+        yield name

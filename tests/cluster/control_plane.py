@@ -182,6 +182,7 @@ class ControlPlane(Kubectl):
             "kube-controller-manager": [
                 *client,
                 *("--controllers", ",".join(CONTROLLERS), "--service-account-private-key-file", str(key)),
+                *("--flex-volume-plugin-dir", str(self.dir / "volume-plugins")),  # it is made, in /usr otherwise
             ],
             "kube-scheduler": client,
         }

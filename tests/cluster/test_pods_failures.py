@@ -1,0 +1,149 @@
+"""Pods fail: the group goes on without them or waits for them, and the condition says why in the cluster's words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from operator_process import eventually
+from pod_cluster import PodCluster, WeightSyncOnCluster, cause_then_condition, manifest, merged, restarts, uids
+
+pytestmark = pytest.mark.timeout(400)
+
+Tree = dict[str, Any]
+
+
+def receiver_with(**container: Any) -> Tree:
+    """A manifest whose receivers' container has more than usual."""
+    tree = manifest()
+    ours = tree["spec"]["receivers"]["template"]["spec"]["containers"][0]
+    spec = {"containers": [{**ours, **container}]}
+    tree["spec"]["receivers"]["template"] = merged(tree["spec"]["receivers"]["template"], {"spec": spec})
+    return tree
+
+
+def container_state(ws: WeightSyncOnCluster, pod: str) -> Tree:
+    statuses = ws.pods().get(pod, {}).get("status", {}).get("containerStatuses") or [{}]
+    return dict(statuses[0])
+
+
+def waits_for(ws: WeightSyncOnCluster, pod: str, *reasons: str) -> Callable[[], bool]:
+    return lambda: container_state(ws, pod).get("state", {}).get("waiting", {}).get("reason") in reasons
+
+
+def event(ws: WeightSyncOnCluster, words: str) -> Callable[[], bool]:
+    return lambda: any(words in str(e.get("message")) for e in ws.cluster.list("events", ws.namespace))
+
+
+def test_a_crashed_receiver_comes_back_and_is_whole_one_step_later(pod_cluster: PodCluster, pod_namespace: str) -> None:
+    ws = pod_cluster.make(pod_namespace, manifest(receivers={"replicas": 2}))
+    ws.wait_ready()
+    before = uids(ws.pods())
+    ws.kill_agent("demo-receivers-1", "receiver")
+    eventually(lambda: ws.condition().get("status") == "False")
+    told = ws.condition()
+    print(told["message"])
+    assert "demo-receivers-1" in told["message"]
+    broken = ws.step()
+    eventually(lambda: ws.condition().get("status") == "True", 180)
+    status = ws.status()
+    # Whole, and as far as the others: it took one step to have it all.
+    assert {a["state"] for a in status["agents"] if a["rank"]} == {"Synced"}
+    assert status["step"] > broken
+    after = uids(ws.pods())
+    assert after.pop("demo-receivers-1")[1] == 1
+    assert after == {name: at for name, at in before.items() if name != "demo-receivers-1"}
+
+
+def test_a_crashed_sender_goes_on_at_the_next_step(pod_cluster: PodCluster, pod_namespace: str) -> None:
+    ws = pod_cluster.make(pod_namespace, manifest())
+    ws.wait_ready()
+    ws.wait_step(4)
+    receivers = uids(ws.pods())["demo-receivers-0"]
+    ws.kill_agent("demo-sender-0", "sender")
+    eventually(lambda: restarts(ws.pods()["demo-sender-0"]) == 1)
+    last = ws.step()
+    status = ws.wait_step(last + 3, 180)
+    eventually(lambda: ws.condition().get("status") == "True")
+    complete = [step["step"] for step in status["history"] if step["complete"]]
+    assert complete == list(range(complete[0], complete[0] + len(complete))), complete
+    assert uids(ws.pods())["demo-receivers-0"] == receivers
+
+
+def test_a_crash_of_one_agent_of_a_shared_pod_starts_the_whole_group_anew(
+    pod_cluster: PodCluster, pod_namespace: str
+) -> None:
+    ws = pod_cluster.make(pod_namespace, manifest(placement="Colocated"))
+    ws.wait_ready()
+    ws.kill_agent("demo-group-0", "receiver")
+    eventually(lambda: restarts(ws.pods()["demo-group-0"]) == 1)
+    eventually(lambda: ws.condition().get("status") == "True", 180)
+
+
+def test_a_deleted_pod_is_made_anew_and_joins(pod_cluster: PodCluster, pod_namespace: str) -> None:
+    ws = pod_cluster.make(pod_namespace, manifest())
+    ws.wait_ready()
+    before = uids(ws.pods())
+    ws.kubectl("delete", "pod/demo-receivers-0", "--grace-period=0", "--force")
+    eventually(
+        lambda: uids(ws.pods()).get("demo-receivers-0", before["demo-receivers-0"])[0] != before["demo-receivers-0"][0]
+    )
+    eventually(lambda: ws.condition().get("status") == "True", 180)
+    assert uids(ws.pods())["demo-sender-0"] == before["demo-sender-0"]
+
+
+def test_an_image_that_can_not_be_pulled_is_quoted(pod_cluster: PodCluster, pod_namespace: str) -> None:
+    ws = pod_cluster.make(pod_namespace, manifest(agent={"image": "registry.invalid/weightsync/agent:none"}))
+    cause = waits_for(ws, "demo-sender-0", "ErrImagePull", "ImagePullBackOff")
+    eventually(cause)
+    eventually(lambda: ws.condition().get("reason") in ("ErrImagePull", "ImagePullBackOff"), 5)
+    told = ws.condition()["message"]
+    print(told)
+    assert "demo-sender-0" in told
+    assert "registry.invalid/weightsync/agent:none" in told
+
+
+def test_a_pod_that_can_not_be_scheduled_is_quoted(pod_cluster: PodCluster, pod_namespace: str) -> None:
+    limits = {"nvidia.com/gpu": "99"}
+    ws = pod_cluster.make(pod_namespace, manifest(agent={"resources": {"limits": limits}}))
+
+    def unscheduled() -> bool:
+        conditions = ws.pods().get("demo-sender-0", {}).get("status", {}).get("conditions", [])
+        return any(c["type"] == "PodScheduled" and c["status"] == "False" for c in conditions)
+
+    cause_then_condition(ws, unscheduled, "Unschedulable", ["demo-sender-0", "Insufficient nvidia.com/gpu"])
+
+
+def test_a_pod_that_used_too_much_memory_is_told(pod_cluster: PodCluster, pod_namespace: str) -> None:
+    ws = pod_cluster.make(pod_namespace, manifest(agent={"resources": {"limits": {"memory": "48Mi"}}}))
+
+    def killed() -> bool:
+        status = container_state(ws, "demo-sender-0")
+        ended = [status.get(name, {}).get("terminated", {}) for name in ("state", "lastState")]
+        return any(end.get("reason") == "OOMKilled" for end in ended)
+
+    cause_then_condition(ws, killed, "OOMKilled", ["demo-sender-0", "limits.memory"])
+
+
+def test_a_failing_probe_is_quoted(pod_cluster: PodCluster, pod_namespace: str) -> None:
+    probe = {"exec": {"command": ["ls", "/no-such-file"]}, "httpGet": None, "periodSeconds": 1, "failureThreshold": 2}
+    tree = receiver_with(startupProbe=probe)
+    ws = pod_cluster.make(pod_namespace, tree)
+
+    def restarted() -> bool:
+        return restarts(ws.pods().get("demo-receivers-0", {"status": {}})) >= 1
+
+    eventually(event(ws, "probe failed"), 120)
+    cause_then_condition(ws, restarted, "ProbeFailed", ["demo-receivers-0", "no-such-file"])
+
+
+def test_a_crash_is_told_with_the_programs_last_lines(pod_cluster: PodCluster, pod_namespace: str) -> None:
+    program = "raise SystemExit('no checkpoint in /weights: is the volume mounted?')"
+    tree = receiver_with(command=["python3", "-c", program])
+    ws = pod_cluster.make(pod_namespace, tree)
+
+    def crashed() -> bool:
+        return restarts(ws.pods().get("demo-receivers-0", {"status": {}})) >= 1
+
+    cause_then_condition(ws, crashed, "Crashed", ["demo-receivers-0", "is the volume mounted?"])
