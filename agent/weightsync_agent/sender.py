@@ -34,10 +34,12 @@ from .errors import (
 from .identity import load_config, local_identity
 from .lobby import Lobby
 from .memory import meter_for
+from .names import NameRules
 from .peers import Peer
 from .router import Router
 from .send_channel import StepChannel
-from .sources.module import Gatherer, Weights, gatherer_for
+from .sources.gatherer import Gatherer
+from .sources.module import Weights, gatherer_for
 from .step_log import Publisher, StepLog
 from .transport import Arena, make_arena, sender_transport
 from .transport.base import SendPlan
@@ -56,6 +58,9 @@ class Sender:
             lets receivers map them once and copy once a step.
         arena: the arena that already holds the tensors at `Manifest.arena_offsets`.
         dtype: send floating-point tensors converted to this dtype (float32 masters as bfloat16).
+        names: rules, or (pattern, replacement) pairs, that rename the tensors (see names.py); None: the
+            configuration's.
+        each_rank: every rank that shares the `DTensor`s sends, each to the receivers of its own configuration.
 
     Raises:
         ConfigError: the tensors and the configuration don't fit, or the endpoint is taken.
@@ -71,15 +76,19 @@ class Sender:
         adopt: bool = False,
         arena: Arena | None = None,
         dtype: torch.dtype | None = None,
+        names: NameRules | None = None,
+        each_rank: bool = False,
     ) -> None:
         self.config = config
         self.session = secrets.token_hex(8)
         self.errors: Counter[str] = Counter()
         """Errors by kind since the start, for metrics: protocol, refused, timeout, lost, transport, receiver."""
-        self._gatherer: Gatherer = gatherer_for(source, dtype)
+        self._gatherer: Gatherer = gatherer_for(
+            source, dtype, config.names if names is None else names, each_rank=each_rank
+        )
         self._pid = os.getpid()
         self._step = 0
-        self._log = StepLog(config, self.session)
+        self._log = StepLog(config, self.session, self._gatherer.renaming)
         self._tried_join = False
         if not self._gatherer.leads:
             return  # this trainer rank only helps to gather
@@ -93,10 +102,10 @@ class Sender:
         self._tensors = tensors if self._gatherer.plain else []
         if not tensors:
             raise ConfigError("there are no weights to send: the source has no tensors")
-        self._arena = arena
+        self._arena = arena if not self._gatherer.dropped else None  # else tensors are elsewhere than it would say
         if adopt and arena is None:
             if not self._gatherer.plain:
-                raise ConfigError("adopt=True needs whole tensors of the dtype that is sent: no DTensors, no dtype=")
+                raise ConfigError("adopt=True needs tensors that are sent as they are: no DTensors, no dtype=, no LoRA")
             self._arena = make_arena(self.device, self.manifest.arena_bytes)
             named = dict(zip(self._gatherer.names, tensors, strict=True))
             adopt_tensors(named, self.manifest, self._arena.tensor())
@@ -133,14 +142,22 @@ class Sender:
         self._router.start(lobby, self._transport, self._publisher)
 
     @classmethod
-    def from_env(cls, source: Weights, *, adopt: bool = False, dtype: torch.dtype | None = None) -> Self:
+    def from_env(
+        cls,
+        source: Weights,
+        *,
+        adopt: bool = False,
+        dtype: torch.dtype | None = None,
+        names: NameRules | None = None,
+        each_rank: bool = False,
+    ) -> Self:
         """The Sender of this process' WeightSync, as `weightsync run` or the operator set it up.
 
         Also serves the agent's HTTP and ends with its runner. Raises ConfigError.
         """
         from .runtime import attach
 
-        sender = cls(source, config=load_config(), adopt=adopt, dtype=dtype)
+        sender = cls(source, config=load_config(), adopt=adopt, dtype=dtype, names=names, each_rank=each_rank)
         if sender._gatherer.leads:
             attach(sender)
         return sender

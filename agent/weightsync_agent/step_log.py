@@ -36,9 +36,10 @@ class Snapshot:
 class StepLog:
     """Keeps the last KEPT_STEPS steps. `publish` is called under the sender's lock, the rest from any thread."""
 
-    def __init__(self, config: AgentConfig, session: str) -> None:
+    def __init__(self, config: AgentConfig, session: str, names: str = "") -> None:
         self._config = config
         self._session = session
+        self._names = names
         self._steps: deque[StepReport] = deque(maxlen=KEPT_STEPS)
         self._snapshot = Snapshot()
         self._published = threading.Condition()
@@ -81,6 +82,7 @@ class StepLog:
             transport=snapshot.transport,
             mode=snapshot.mode,
             route=snapshot.route,
+            names=self._names,
             self_tested=snapshot.self_tested,
             agents=list(snapshot.agents),
             steps=[step for step in snapshot.steps if step.step > after],

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from .errors import ConfigError, ManifestMismatch
 from .manifest import Manifest, describe, differences, summarize
+from .names import unwrapped
+
+log = logging.getLogger("weightsync.receiver")
 
 LoadWeights = Callable[[list[tuple[str, torch.Tensor]]], object]
 
@@ -39,10 +43,15 @@ class TensorTarget(Target):
         self._bound: list[torch.Tensor] = []
 
     def bind(self, manifest: Manifest) -> None:
-        found = differences(manifest, describe(self.tensors))
-        if found:
-            raise ManifestMismatch(summarize(found))
-        self._bound = [self.tensors[entry.name] for entry in manifest.tensors]
+        mine, named = describe(self.tensors), self.tensors
+        if found := differences(manifest, mine):
+            # Either side may be wrapped: torch.compile's `_orig_mod.` and the like say nothing about the weights.
+            manifest, mine = unwrapped(manifest), unwrapped(mine)
+            if left := differences(manifest, mine):
+                raise ManifestMismatch(summarize(min(found, left, key=len)))
+            log.info("names: they fit without the parts that wrappers put into them, on either side")
+            named = dict(zip((entry.name for entry in mine.tensors), self.tensors.values(), strict=True))
+        self._bound = [named[entry.name] for entry in manifest.tensors]
 
     def destinations(self) -> Sequence[torch.Tensor]:
         return self._bound

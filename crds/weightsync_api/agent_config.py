@@ -13,6 +13,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from .base import ApiModel
+from .v1alpha1.names import NameRule
 from .v1alpha1.spec import Device, Source, Steps, TransferMode, Transport, Verify
 
 ENV_CONFIG = "WEIGHTSYNC_CONFIG"
@@ -40,6 +41,7 @@ class AgentConfig(ApiModel):
     step_timeout_seconds: float = Field(default=600, gt=0, description="A whole step.")
     verify: Verify = Field(default_factory=Verify, description="When digests are compared.")
     source: Source | None = Field(default=None, description="Where the sender's weights come from.")
+    names: list[NameRule] = Field(default_factory=list, description="How the sender's tensors are renamed.")
     steps: Steps = Field(default_factory=Steps, description="Pace and number of steps.")
     bind: str = Field(
         description="ZeroMQ endpoint that the sender binds, such as tcp://*:7400 or ipc:///run/x/control."

@@ -102,6 +102,7 @@ class Report(StatusModel):
     transport: str = Field(default="", description="IPC or NCCL.")
     mode: str = Field(default="", description="Direct or Packed.")
     route: str = Field(default="", description="Route that the bytes really take.")
+    names: str = Field(default="", description="What was done to the names of tensors; empty: nothing.")
     self_tested: bool = Field(default=False, description="Every joined receiver passed the transport's self-test.")
     agents: list[AgentReport] = Field(default_factory=list, description="By rank.")
     steps: list[StepReport] = Field(default_factory=list, description="Oldest first; the sender keeps the last 64.")

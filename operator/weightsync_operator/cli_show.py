@@ -109,6 +109,7 @@ def described(ws: WeightSync, now: datetime) -> str:
     route = f" ({', '.join(filter(None, (status.mode, status.route)))})" if status.mode or status.route else ""
     lines += [
         f"Transport:  {status.transport}{route}",
+        *([f"Names:      {status.names}"] if status.names else []),
         f"Status:     {status.summary.status}",
         f"Receivers:  {status.summary.receivers}",
         f"Step:       {status.step}",

@@ -235,6 +235,7 @@ def plan(ws: WeightSync, defaults: PlanDefaults) -> Plan:
         step_timeout_seconds=spec.transfer.step_timeout_seconds,
         verify=spec.transfer.verify,
         source=spec.sender.source,
+        names=spec.sender.names,
         steps=spec.steps,
         interface=spec.network.interface,
         bind=ends.bind,

@@ -81,6 +81,7 @@ def next_status(
         transport=(report.transport if report else "") or plan.transport.value,
         mode=(report.mode if report else "") or previous.mode,
         route=(report.route if report else "") or previous.route,
+        names=(report.names[:1024] if report else "") or previous.names,
         replicas=sum(any(a.rank in there for a in replica) for replica in replicas),
         ready_replicas=synced,
         selector=plan.selector,

@@ -109,6 +109,11 @@ class WeightSyncStatus(StatusModel):
     transport: str = Field(default="", description="Transport in use: IPC or NCCL.")
     mode: str = Field(default="", description="Transfer mode in use: Direct or Packed.")
     route: str = Field(default="", description="Route in use, such as P2P/CUMEM, NET/Socket or SharedMemory.")
+    names: str = Field(
+        default="",
+        max_length=1024,
+        description="What was done to the names of the sender's tensors: wrappers' parts left out, renamed, not sent.",
+    )
     replicas: int = Field(default=0, ge=0, description="Receiver pods that exist.")
     ready_replicas: int = Field(default=0, ge=0, description="Receivers that hold a whole step.")
     selector: str = Field(default="", description="Label selector of the receiver pods, for the scale subresource.")
