@@ -13,7 +13,7 @@ from typing import Any
 import kopf
 from weightsync_api.v1alpha1 import GROUP, KIND, PLURAL, VERSION
 
-from .kube_api import POD, KubeApi
+from .kube_api import FORBIDDEN, POD, ApiError, KubeApi
 from .plan import LABEL_NAME
 from .readers import WatchedReader
 from .workers import Workers
@@ -92,12 +92,29 @@ async def read_all(api: KubeApi, reader: WatchedReader, workers: Workers, namesp
     Before the watches begin, so that the first pass sees everything (Kopf's indices would do that too, but they wake
     every waiting object at each one's end: with N objects N * N times). And once more after they have begun: what was
     deleted between this list and theirs is told by nobody.
+
+    A namespace of several that may not be read is left out: with a namespace that is deleted the rights in it go too,
+    and the others' WeightSyncs must not wait for it.
     """
+    refused: dict[str, ApiError] = {}
+    wanted = namespaces or ("",)
     for kind in WATCHED:
-        for namespace in namespaces or ("",):
-            trees, version = await api.snapshot(kind, namespace, labels="" if kind == KIND else LABEL_NAME)
+        for namespace in wanted:
+            if namespace in refused:
+                continue
+            try:
+                trees, version = await api.snapshot(kind, namespace, labels="" if kind == KIND else LABEL_NAME)
+            except ApiError as error:
+                if error.status != FORBIDDEN:
+                    raise
+                refused[namespace] = error
+                continue
             for key in reader.replace(kind, trees, namespace, version):
                 workers.wake(key)
+    if len(refused) == len(wanted):
+        raise next(iter(refused.values()))
+    for namespace, why in refused.items():
+        log.warning("the namespace %s is left out; is it still there? %s", namespace, why)
 
 
 def _tree(kind: str, body: kopf.Body) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import time
 
 from weightsync_api.v1alpha1 import KIND
 
-from .kube_api import ApiError, KubeApi
+from .kube_api import FORBIDDEN, ApiError, KubeApi
 from .plan import Key
 from .readers import WatchedReader, owner_key, version_of
 
@@ -53,12 +53,22 @@ class WatchHealth:
     async def check(self) -> None:
         """One comparison. Raises ApiError."""
         there: dict[Key, tuple[str, str]] = {}
+        untold: set[str] = set()
+        """Namespaces that may not be read, such as one that was deleted with the rights in it."""
         for namespace in self._namespaces or ("",):
-            for tree in await self._api.list(KIND, namespace, metadata_only=True):
+            try:
+                trees = await self._api.list(KIND, namespace, metadata_only=True)
+            except ApiError as error:
+                if error.status != FORBIDDEN or not namespace:
+                    raise
+                untold.add(namespace)
+                continue
+            for tree in trees:
                 key = owner_key(KIND, tree)
                 if key is not None:
                     there[key] = version_of(tree)
-        known, now = self._reader.versions(), time.monotonic()
+        versions, now = self._reader.versions(), time.monotonic()
+        known = {key: version for key, version in versions.items() if key.namespace not in untold}
         differing = {key for key in there.keys() | known.keys() if there.get(key) != known.get(key)}
         unheard: dict[Key, tuple[float, tuple[str, str] | None]] = {}
         for key in differing:

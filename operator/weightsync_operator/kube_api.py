@@ -30,6 +30,7 @@ PAGE = 500
 """Objects in one answer to a list."""
 JSON = "application/json"
 APPLY = "application/apply-patch+yaml"
+FORBIDDEN = 403
 METADATA = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 
 POD, EVENT, LEASE = "Pod", "Event", "Lease"

@@ -51,11 +51,11 @@ capabilities:
   drop: [ALL]
 {{- end }}
 
-{{- /* What the operator does in the namespaces that it watches. */ -}}
+{{- /* What the operator does in the namespaces that it watches. A test compares it with what it asks for. */ -}}
 {{- define "weightsync.rules" -}}
 - apiGroups: [weightsync.dev]
   resources: [weightsyncs]
-  verbs: [get, list, watch]
+  verbs: [list, watch]
 - apiGroups: [weightsync.dev]
   resources: [weightsyncs/status]
   verbs: [patch]
@@ -65,16 +65,17 @@ capabilities:
   verbs: [update]
 - apiGroups: [""]
   resources: [pods]
-  verbs: [get, list, watch]
+  verbs: [list, watch]
+# Server-side apply is a patch, and a creation where there is none. All but budgets go with their WeightSync.
 - apiGroups: [""]
   resources: [configmaps, secrets, services]
-  verbs: [get, list, watch, create, patch, delete]
+  verbs: [get, list, watch, create, patch]
 - apiGroups: [apps]
   resources: [statefulsets]
-  verbs: [get, list, watch, create, patch, delete]
+  verbs: [get, list, watch, create, patch]
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
-  verbs: [get, list, watch, create, patch, delete]
+  verbs: [get, list, watch, create, patch]
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, list, watch, create, patch, delete]
