@@ -1,8 +1,10 @@
 """Real peers, each in a process of its own: verl's sender and receiver, checkpoint-engine's worker and server.
 
-    python bucket_peers.py verl-send|verl-receive|worker|server ADDRESS [options]
+    python bucket_peers.py SOCKET
 
-Run by the interpreter of an environment that has them. Prints a JSON line when it is ready, and one with its result.
+Run by the interpreter of an environment that has them. It imports torch once (seconds) and forks a process for every
+connection to SOCKET, whose first line is its arguments: verl-send|verl-receive|worker|server ADDRESS [options]. The
+process says its PID, a JSON line when it is ready, and one with its result. All ends with this process' stdin.
 Both projects ask for a GPU or an NPU when they are imported or made; what stands in for one on the CPU is here, and
 every line that moves weights is theirs.
 """
@@ -16,7 +18,9 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import select
 import signal
+import socket
 import sys
 import tempfile
 import types
@@ -258,7 +262,8 @@ def server(options: argparse.Namespace) -> dict[str, object]:
     return {}
 
 
-def main() -> None:
+def serve(connection: socket.socket) -> None:
+    """One peer, from its arguments to its result."""
     parser = argparse.ArgumentParser()
     parser.add_argument("role", choices=["verl-send", "verl-receive", "worker", "server"])
     parser.add_argument("address")
@@ -272,13 +277,38 @@ def main() -> None:
     parser.add_argument("--keep-views", action="store_true")
     parser.add_argument("--gb", default=str(1 / 1024))
     parser.add_argument("--port", type=int, default=0)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    with connection.makefile("r") as lines:
+        arguments = json.loads(lines.readline())
+    os.dup2(connection.fileno(), 1)
+    connection.close()
+    say(pid=os.getpid())
+    options = parser.parse_args(arguments)
     roles = {"verl-send": verl_send, "verl-receive": verl_receive, "worker": worker, "server": server}
     try:
         say(result="ok", **roles[options.role](options))
     except Exception as error:
         say(result=f"{type(error).__name__}: {error}")
+
+
+def main() -> None:
+    torch.set_num_threads(1)  # a fork hangs in OpenMP once its parent has used it
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    os.set_inheritable(0, False)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(sys.argv[1])
+        listener.listen()
+        while True:
+            ready, _, _ = select.select([listener, sys.stdin], [], [])
+            if sys.stdin in ready:
+                return
+            connection, _ = listener.accept()
+            if os.fork() == 0:
+                listener.close()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                serve(connection)
+                sys.stdout.flush()
+                os._exit(0)
+            connection.close()
 
 
 if __name__ == "__main__":

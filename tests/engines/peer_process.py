@@ -1,11 +1,19 @@
-"""Starts a real peer (bucket_peers.py) in the environment that has it, and reads what it says."""
+"""Starts real peers (bucket_peers.py) in the environment that has them, and reads what they say."""
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import select
+import shutil
+import signal
+import socket
 import subprocess
+import tempfile
+import time
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,36 +32,63 @@ def interpreter(environment: str) -> str:
     return str(path)
 
 
+@cache
+def _maker() -> str:
+    """The socket of the process that forks peers: started once a session, it ends with this process."""
+    folder = tempfile.mkdtemp(prefix="ws-peers-")
+    path = f"{folder}/s"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    command = [interpreter("verl"), str(HERE / "bucket_peers.py"), path]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+    atexit.register(_end, process, folder)
+    began = time.monotonic()
+    while not os.path.exists(path):
+        assert process.poll() is None, "the process that makes peers has ended"
+        assert time.monotonic() - began < 100, "the process that makes peers does not start"
+        time.sleep(0.05)
+    return path
+
+
+def _end(process: subprocess.Popen[bytes], folder: str) -> None:
+    assert process.stdin is not None
+    process.stdin.close()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(5)
+    process.kill()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 class PeerProcess:
     """A running peer. Killed at the end of the `with` block if it still runs."""
 
     def __init__(self, role: str, address: str, *options: str) -> None:
-        command = [interpreter("verl"), str(HERE / "bucket_peers.py"), role, address, *options]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
+        self._said = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._said.connect(_maker())
         self._rest = b""
+        self._said.sendall(json.dumps([role, address, *options]).encode() + b"\n")
+        self.pid = int(self.line()["pid"])
 
     def line(self, seconds: float = SECONDS) -> dict[str, Any]:
         """The next thing that it says. Fails where it says nothing, or has ended."""
-        assert self.process.stdout is not None
         while b"\n" not in self._rest:
-            assert select.select([self.process.stdout], [], [], seconds)[0], f"the peer says nothing for {seconds} s"
-            part = os.read(self.process.stdout.fileno(), 1 << 20)
-            assert part, f"the peer ended with {self.process.wait(10)}"
+            assert select.select([self._said], [], [], seconds)[0], f"the peer says nothing for {seconds} s"
+            part = self._said.recv(1 << 20)
+            assert part, "the peer has ended"
             self._rest += part
         first, self._rest = self._rest.split(b"\n", 1)
         found: dict[str, Any] = json.loads(first)
         return found
 
-    def ended(self, seconds: float = SECONDS) -> int:
-        return self.process.wait(seconds)
+    def kill(self) -> None:
+        """Returns when it is gone: its end of the socket is closed then."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        while select.select([self._said], [], [], SECONDS)[0] and self._said.recv(1 << 20):
+            pass
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait(10)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        self.kill()
+        self._said.close()

@@ -1,0 +1,313 @@
+"""vLLM from the trainer's side: `VllmEngine(llm)` for an `LLM`, `AsyncVllmEngine` for an `AsyncLLM`, or a server's URL.
+
+    with Sender(model, config=config, adopt=True) as sender:
+        engine = VllmEngine("http://127.0.0.1:8000", config=config)
+        report = engine.step(sender)
+
+`step` drives both ends: the engine's workers wait for the step while the sender sends it, within one call of the
+engine, which pauses, resets the prefix cache and resumes around it. Nothing of vLLM is imported here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol, Self
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field
+from weightsync_api.agent_config import AgentConfig
+from weightsync_api.reports import StepReport
+
+from ..errors import ConfigError, TransportError
+from ..sender import Sender
+from .vllm_core import CoreStepRequest, Pause
+from .vllm_worker import CLOSE, JOIN, STATE, STEP, JoinRequest, StepRequest, WorkerReport
+
+
+class StepOptions(BaseModel):
+    """How an engine takes a step."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    pause: Pause = Field(default="keep", description="What becomes of running requests: keep, abort, wait or none.")
+    reset_prefix_cache: bool = Field(default=True, description="Forget keys and values of the old weights.")
+    timeout: float = Field(default=60.0, gt=0, description="Seconds to wait for the sender to begin a step.")
+
+
+class Engine(Protocol):
+    """What of `vllm.LLM` is used."""
+
+    def collective_rpc(self, method: str, timeout: float | None, args: tuple[Any, ...]) -> list[Any]: ...
+
+
+class AsyncEngine(Protocol):
+    """What of vLLM's `AsyncLLM` is used."""
+
+    async def collective_rpc(self, method: str, timeout: float | None, args: tuple[Any, ...]) -> list[Any]: ...
+
+
+class HttpEngine:
+    """vLLM's HTTP server, over one connection that is kept. Its routes exist with VLLM_SERVER_DEV_MODE=1 only."""
+
+    def __init__(self, url: str, timeout: float = 120.0) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"{url!r} is not the URL of a vLLM server, such as http://127.0.0.1:8000")
+        self.url = url.rstrip("/")
+        self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._where = (parts.hostname, parts.port)
+        self._prefix = parts.path.rstrip("/")
+        self._timeout = timeout
+        self._connection: http.client.HTTPConnection | None = None
+        self._lock = threading.Lock()
+
+    def post(self, path: str, body: object | None = None, timeout: float | None = None) -> Any:
+        """Raises TransportError with what the server said."""
+        data = b"" if body is None else json.dumps(body).encode()
+        with self._lock:
+            for fresh in (False, True):
+                connection = self._open(timeout or self._timeout, fresh)
+                try:
+                    connection.request("POST", self._prefix + path, data, {"Content-Type": "application/json"})
+                    answer = connection.getresponse()
+                    text = answer.read()
+                    break
+                except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError) as error:
+                    # A kept connection that the server closed meanwhile: the request was not taken.
+                    self._drop()
+                    if fresh:
+                        raise TransportError(f"{self.url}{path}: {error}") from None
+                except OSError as error:
+                    self._drop()
+                    raise TransportError(f"{self.url}{path}: {error or type(error).__name__}") from None
+        if answer.status == 404:
+            raise ConfigError(f"{self.url} has no {path}: start it with VLLM_SERVER_DEV_MODE=1")
+        if answer.status >= 400:
+            raise TransportError(f"{self.url}{path}: {answer.status} {text[:2000].decode(errors='replace')}")
+        return json.loads(text) if text.strip() else None
+
+    def _open(self, timeout: float, fresh: bool) -> http.client.HTTPConnection:
+        if fresh:
+            self._drop()
+        if self._connection is None:
+            self._connection = self._kind(self._where[0], self._where[1], timeout=timeout)
+        self._connection.timeout = timeout
+        if self._connection.sock is not None:
+            self._connection.sock.settimeout(timeout)
+        return self._connection
+
+    def _drop(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def collective_rpc(self, method: str, timeout: float | None, args: tuple[Any, ...]) -> list[Any]:
+        body = {"method": method, "args": list(args)}
+        answer = self.post("/collective_rpc", body, timeout)
+        results = answer.get("results") if isinstance(answer, dict) else None
+        if not isinstance(results, list):
+            raise TransportError(f"{self.url}/collective_rpc answered {str(answer)[:300]!r}")
+        return results
+
+    def pause(self, mode: Pause) -> None:
+        self.post(f"/pause?mode={mode}")
+
+    def resume(self) -> None:
+        self.post("/resume")
+
+    def reset_prefix_cache(self) -> None:
+        self.post("/reset_prefix_cache")
+
+
+class VllmEngine:
+    """One vLLM engine, as the trainer drives it.
+
+    Args:
+        engine: a `vllm.LLM`, or the URL of a server.
+        config: what its workers join with; None: the file that WEIGHTSYNC_CONFIG names in their own processes.
+        first_rank: the rank of its first worker; a tensor-parallel engine takes one rank a worker from here on.
+        options: pause and cache.
+        layerwise: go through the engine's loaders even where a plan is possible.
+    """
+
+    def __init__(
+        self,
+        engine: Engine | str,
+        *,
+        config: AgentConfig | None = None,
+        first_rank: int | None = 1,
+        options: StepOptions | None = None,
+        layerwise: bool = False,
+    ) -> None:
+        self._engine: Any = HttpEngine(engine) if isinstance(engine, str) else engine
+        self.options = options or StepOptions()
+        self._join = JoinRequest(config=config, first_rank=first_rank, layerwise=layerwise)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="weightsync-vllm")
+        self._joined = False
+        self._core = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def join(self) -> list[WorkerReport]:
+        """Makes each worker's receiver. They reach the sender at the first step. Again: makes them anew.
+
+        Raises ConfigError where the engine has not got this package, or TransportError.
+        """
+        reports = self._call(JOIN, self._join.model_dump_json(), 120.0)
+        self._joined = True
+        self._core = all(report.core for report in reports)
+        if not self._core and not (isinstance(self._engine, HttpEngine) or hasattr(self._engine, "reset_prefix_cache")):
+            raise ConfigError("this engine can't reset its prefix cache: VLLM_PLUGINS has to name weightsync")
+        return reports
+
+    def step(self, sender: Sender) -> StepReport:
+        """One step of the sender and of this engine; both are done when it returns. Raises what `Sender.step` does,
+        and TransportError for what the engine could not do. The engine's next step heals both.
+        """
+        return step_all(sender, [self])
+
+    def begin(self) -> Future[list[WorkerReport]]:
+        """Asks the engine to take the next step; its result is there once the engine goes on. For `step_all`."""
+        if not self._joined:
+            self.join()
+        return self._pool.submit(self._take)
+
+    def _take(self) -> list[WorkerReport]:
+        options = self.options
+        if self._core:
+            request = CoreStepRequest(
+                timeout=options.timeout, pause=options.pause, reset_prefix_cache=options.reset_prefix_cache
+            )
+            return self._call(STEP, request.model_dump_json(), None)
+        return self._take_alone()
+
+    def _take_alone(self) -> list[WorkerReport]:
+        """Where the engine core was not taught: by calls of vLLM's own."""
+        http_engine = self._engine if isinstance(self._engine, HttpEngine) else None
+        if http_engine is not None and self.options.pause != "none":
+            http_engine.pause(self.options.pause)
+        reports = self._call(STEP, StepRequest(timeout=self.options.timeout).model_dump_json(), None)
+        # Not after a failure: generating from mixed weights, or from layers that are not there, is worse than waiting.
+        if self.options.reset_prefix_cache:
+            self._engine.reset_prefix_cache()
+        if http_engine is not None and self.options.pause != "none":
+            http_engine.resume()
+        return reports
+
+    def state(self) -> list[WorkerReport]:
+        """What each worker says of itself."""
+        return self._call(STATE, "{}", 30.0)
+
+    def _call(self, method: str, request: str, timeout: float | None) -> list[WorkerReport]:
+        try:
+            found = self._engine.collective_rpc(method, timeout, (request,))
+        except (ConfigError, TransportError):
+            raise
+        except Exception as error:
+            raise TransportError(f"the engine answered {method} with: {_cause(error)}") from error
+        return [WorkerReport.model_validate(report) for report in found]
+
+    def close(self) -> None:
+        """The workers leave their sender and keep their weights. Never raises for an engine that is gone."""
+        if self._joined:
+            self._joined = False
+            try:
+                self._call(CLOSE, "{}", 10.0)
+            except (ConfigError, TransportError):
+                pass
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def step_all(sender: Sender, engines: Sequence[VllmEngine]) -> StepReport:
+    """One step for several engines at once. Raises what the sender raises, else the first engine's TransportError."""
+    taken = [engine.begin() for engine in engines]
+    try:
+        report = sender.step()
+    except BaseException as error:
+        for future in taken:
+            # Why an engine failed tells more than that it did not acknowledge.
+            if future.done() and (cause := future.exception()) is not None:
+                error.add_note(f"the engine: {cause}")
+        raise
+    for engine, future in zip(engines, taken, strict=True):
+        future.result(timeout=engine.options.timeout + sender.config.step_timeout_seconds)
+    return report
+
+
+class AsyncVllmEngine:
+    """As VllmEngine, for vLLM's `AsyncLLM` in this event loop."""
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        *,
+        config: AgentConfig | None = None,
+        first_rank: int | None = 1,
+        options: StepOptions | None = None,
+        layerwise: bool = False,
+    ) -> None:
+        self._engine = engine
+        self.options = options or StepOptions()
+        self._join = JoinRequest(config=config, first_rank=first_rank, layerwise=layerwise)
+        self._joined = False
+
+    async def join(self) -> list[WorkerReport]:
+        """As VllmEngine.join."""
+        reports = await self._call(JOIN, self._join.model_dump_json())
+        if not all(report.core for report in reports):
+            raise ConfigError("the engine core was not taught a step: VLLM_PLUGINS has to name weightsync")
+        self._joined = True
+        return reports
+
+    async def step(self, sender: Sender) -> StepReport:
+        """As VllmEngine.step; the sender works in a thread meanwhile."""
+        if not self._joined:
+            await self.join()
+        options = self.options
+        request = CoreStepRequest(
+            timeout=options.timeout, pause=options.pause, reset_prefix_cache=options.reset_prefix_cache
+        )
+        taken = asyncio.ensure_future(self._call(STEP, request.model_dump_json()))
+        try:
+            report = await asyncio.to_thread(sender.step)
+        except BaseException as error:
+            if taken.done() and not taken.cancelled() and (cause := taken.exception()) is not None:
+                error.add_note(f"the engine: {cause}")
+            taken.add_done_callback(lambda future: future.cancelled() or future.exception())
+            raise
+        await taken
+        return report
+
+    async def state(self) -> list[WorkerReport]:
+        return await self._call(STATE, "{}")
+
+    async def close(self) -> None:
+        """As VllmEngine.close."""
+        self._joined = False
+        await self._call(CLOSE, "{}")
+
+    async def _call(self, method: str, request: str) -> list[WorkerReport]:
+        try:
+            found = await self._engine.collective_rpc(method, None, (request,))
+        except Exception as error:
+            raise TransportError(f"the engine answered {method} with: {_cause(error)}") from error
+        return [WorkerReport.model_validate(report) for report in found]
+
+
+def _cause(error: Exception) -> str:
+    text = str(error)
+    if "has no attribute" in text and "weightsync" in text:
+        return (
+            f"{text}. Is weightsync installed in the engine's environment, and not left out by VLLM_PLUGINS? "
+            "worker_extension_cls=weightsync_agent.engines.vllm_worker.WeightSyncExtension works without plugins"
+        )
+    return text or type(error).__name__

@@ -1,0 +1,140 @@
+"""Which vLLM this is, and everything that differs between its versions. Everything else here asks this module.
+
+Read in the sources of 0.26.0 and 0.32.0 and run with both.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from ..errors import ConfigError
+
+log = logging.getLogger("weightsync.vllm")
+
+TESTED = ("0.26.0", "0.32.0")
+"""The oldest and the newest version that the tests ran with."""
+
+_RELOAD = "vllm.model_executor.model_loader.reload"
+_LAYERWISE = f"{_RELOAD}.layerwise"
+
+
+def version() -> str:
+    """vLLM's version, without what a build appends to it."""
+    return str(import_module("vllm").__version__).split("+")[0]
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    numbers: list[int] = []
+    for part in text.split(".")[:3]:
+        digits = "".join(c for c in part if c.isdigit())
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return tuple(numbers)
+
+
+def in_tested_range(text: str) -> bool:
+    return _numbers(TESTED[0]) <= _numbers(text) <= _numbers(TESTED[1])
+
+
+@functools.cache
+def warn_once() -> None:
+    """Says it where this vLLM is older or newer than the tests' ones."""
+    here = version()
+    if not in_tested_range(here):
+        log.warning(
+            "vLLM %s is outside the range that this was tested with (%s to %s): updates are proven by bytes at the "
+            "first step as always, but look at vLLM's release notes if one is refused",
+            here, *TESTED,
+        )  # fmt: skip
+
+
+def hook(module: str, name: str) -> Any:
+    """Something of vLLM's that is needed. Raises ConfigError that names it where this vLLM has none."""
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"this vLLM ({version()}) has no {module}.{name}, which weight updates need; "
+            f"use a version from {TESTED[0]} to {TESTED[1]} ({error})"
+        ) from None
+
+
+def initialize_reload(model: Any) -> None:
+    """Replaces every parameter by a meta tensor until its layer is loaded. From here on the model can't run."""
+    hook(_RELOAD, "initialize_layerwise_reload")(model)
+
+
+def finalize_reload(model: Any, model_config: Any) -> None:
+    """Processes what is left, and puts the parameters back."""
+    hook(_RELOAD, "finalize_layerwise_reload")(model, model_config)
+
+
+def layerwise_info(layer: Any) -> Any:
+    """What vLLM remembers of a layer: `restore_metadata`, `kernel_tensors`, `can_load()`, `reset()`."""
+    return hook(_LAYERWISE, "get_layerwise_info")(layer)
+
+
+def abandon_reload(model: Any) -> int:
+    """Puts the old tensors back into every layer that a broken-off reload left without. Gives how many.
+
+    vLLM has no call for it. The model can run again afterwards, on a mixture of old and new weights.
+    """
+    place = hook(_LAYERWISE, "_place_kernel_tensors")
+    placed = 0
+    for layer in model.modules():
+        info = layerwise_info(layer)
+        if info.can_load() and info.kernel_tensors is not None:
+            place(layer, info)
+            placed += 1
+        info.reset()
+    hook(_LAYERWISE, "LOADING_LAYERS").clear()
+    return placed
+
+
+def restore_references(tensor: Any, layer: Any) -> Any:
+    """The loader of a remembered tensor is bound to its layer again."""
+    return hook(f"{_RELOAD}.sanitize", "restore_layer_refs")(tensor, layer)
+
+
+def unwrapped(loader: Any) -> Any:
+    """A loader without the wrapper that a layerwise reload leaves on it, which then does nothing, in silence."""
+    while getattr(loader, "__name__", "") == "online_process_loader":
+        loader = loader.__wrapped__
+    return loader
+
+
+def current_config(vllm_config: Any) -> Any:
+    """The context in which vLLM's loaders find their configuration."""
+    return hook("vllm.config", "set_current_vllm_config")(vllm_config)
+
+
+def core_class() -> Any:
+    """The engine core, on which a step's surroundings hang: pause_scheduler, resume_scheduler, collective_rpc."""
+    core = hook("vllm.v1.engine.core", "EngineCore")
+    for name in ("collective_rpc", "pause_scheduler", "resume_scheduler", "is_scheduler_paused"):
+        if not callable(getattr(core, name, None)):
+            raise ConfigError(
+                f"this vLLM ({version()}) has no EngineCore.{name}: use a version from {TESTED[0]} to {TESTED[1]}"
+            )
+    return core
+
+
+def set_label(core: Any, label: str) -> bool:
+    """The weight version that the engine reports. False: this vLLM (before 0.27) has none."""
+    setter: Callable[[str], object] | None = getattr(core, "set_weight_version", None)
+    if setter is None:
+        return False
+    setter(label)
+    return True
+
+
+def forget_adapters(worker: Any) -> None:
+    """LoRA adapters that were merged or cached over the old weights. Nothing where this vLLM keeps none."""
+    reset = getattr(getattr(worker, "model_runner", None), "reset_lora_state", None)
+    if callable(reset):
+        reset()

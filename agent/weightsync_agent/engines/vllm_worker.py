@@ -1,0 +1,322 @@
+"""In each vLLM worker: the receiver of this rank, driven by the engine core's calls. No thread of its own.
+
+`sync_in(worker, ...)` is what the engine core sends to every worker; `WeightSyncExtension` is the same as a
+`worker_extension_cls`, for engines in which the plugin can't run.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from weightsync_api.agent_config import ENV_RANK, AgentConfig
+
+from ..deadline import Deadline
+from ..digest import tensor_digests
+from ..errors import Closed, ConfigError, StepTimeout, TransportError, WeightSyncError
+from ..http import AgentServer
+from ..identity import load_config
+from ..receiver import Receiver
+from . import vllm_versions as vllm
+from .vllm_model import VllmModel
+from .vllm_target import VllmTarget
+
+log = logging.getLogger("weightsync.vllm")
+
+
+class JoinRequest(BaseModel):
+    """How an engine's workers find their sender. Travels as JSON, so it holds no secret: keys stay in files."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    config: AgentConfig | None = Field(
+        default=None, description="The WeightSync's configuration; none: the file that WEIGHTSYNC_CONFIG names."
+    )
+    first_rank: int | None = Field(
+        default=None, ge=1, description="Rank of the engine's first worker; none: WEIGHTSYNC_RANK, or 1."
+    )
+    timeout: float = Field(default=0.0, ge=0, description="Seconds to wait for the sender now; 0: at the first step.")
+    layerwise: bool = Field(default=False, description="Go through the engine's loaders even where a plan is possible.")
+
+
+class StepRequest(BaseModel):
+    """One step, as every worker takes it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    timeout: float = Field(default=60.0, gt=0, description="Seconds to wait for the sender to begin the step.")
+
+
+class WorkerReport(BaseModel):
+    """What a worker says of itself."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    rank: int
+    state: str
+    message: str = ""
+    step: int = 0
+    whole: bool = Field(default=True, description="False: its weights are mixed; nothing may be generated from them.")
+    in_place: bool = False
+    proven: bool = False
+    reason: str = Field(default="", description="Why weights go through the engine's loaders; empty: they don't.")
+    seconds: float = Field(default=0.0, description="What the step took in this worker, proof included.")
+    reserved_bytes: int = Field(default=0, description="The worker's reserved memory, of a GPU's allocator.")
+    core: bool = Field(default=False, description="The engine core pauses, resets and resumes by itself.")
+    version: str = ""
+
+
+class WorkerSync:
+    """One worker's end.
+
+    Args:
+        model: the worker's module.
+        vllm_config: its VllmConfig, for ranks and for the loaders.
+        device: where its weights are.
+    """
+
+    def __init__(self, model: torch.nn.Module, vllm_config: Any, device: torch.device, index: int) -> None:
+        vllm.warn_once()
+        self._model = VllmModel(model, vllm_config)
+        self._device = device
+        self._index = index
+        self._request: JoinRequest | None = None
+        self._receiver: Receiver | None = None
+        self._target: VllmTarget | None = None
+        self._server: AgentServer | None = None
+        self._seconds = 0.0
+        self._mixed = False
+
+    # --- joining ------------------------------------------------------------------------------------------------
+
+    def join(self, request: JoinRequest) -> WorkerReport:
+        """Makes the receiver, anew where there was one. Raises ConfigError, and what its sender refuses it for."""
+        self.close()
+        self._request = request
+        self._target = VllmTarget(self._model, self._device, layerwise=request.layerwise)
+        self._receiver = self._new_receiver()
+        deadline = Deadline(request.timeout)
+        while not deadline.passed and self._receiver.state.state == "Starting":
+            self._receiver.poll(min(0.05, deadline.remaining))
+        return self.report()
+
+    def _new_receiver(self) -> Receiver:
+        assert self._request is not None
+        assert self._target is not None
+        config = self._request.config or load_config()
+        first = self._request.first_rank
+        if first is None:
+            text = os.environ.get(ENV_RANK, "1")
+            if not text.isdigit() or text == "0":
+                raise ConfigError(f"{ENV_RANK} is {text!r}, not the rank of an engine's first worker")
+            first = int(text)
+        rank = first + self._index
+        if config.curve_dir and not Path(config.curve_dir).is_dir():
+            raise ConfigError(f"the keys' directory {config.curve_dir} is not there in the process of rank {rank}")
+        receiver = Receiver(self._target, config=config, rank=rank, device=self._device)
+        if config.http and self._request.config is None:
+            self._server = AgentServer(receiver, _shifted(config.http, self._index), rank)
+        return receiver
+
+    # --- a step -------------------------------------------------------------------------------------------------
+
+    def step(self, request: StepRequest) -> WorkerReport:
+        """Takes the next step in, and proves the plan at its first.
+
+        Raises StepTimeout where no step began: nothing has changed. After any other error `report().whole` says
+        whether the weights are mixed; they are then until a later step.
+        """
+        receiver, target = self._joined()
+        began = time.perf_counter()
+        deadline = Deadline(request.timeout)
+        step = None
+        try:
+            while step is None:
+                try:
+                    step = receiver.wait(min(deadline.remaining, 1.0))
+                except Closed as goodbye:
+                    log.info("rank %d: %s; it waits for the next sender", receiver.identity.rank, goodbye)
+                # One that broke off may be followed at once by a whole one: that is for the next call.
+                if step is None and (receiver.state.state == "Tainted" or deadline.passed):
+                    break
+        finally:
+            if step is None:
+                target.abandon()
+                self._mixed |= receiver.state.state == "Tainted"
+        if step is None:
+            raise self._failure(receiver, request.timeout)
+        target.pad()
+        self._mixed = True
+        if target.in_place and not target.proven:
+            self._prove(target)
+        self._mixed = False
+        self._seconds = time.perf_counter() - began
+        return self.report()
+
+    def _joined(self) -> tuple[Receiver, VllmTarget]:
+        if self._receiver is None or self._target is None:
+            self.join(JoinRequest())
+        assert self._receiver is not None
+        assert self._target is not None
+        return self._receiver, self._target
+
+    def _failure(self, receiver: Receiver, timeout: float) -> WeightSyncError:
+        state = receiver.state
+        if self._mixed:
+            return TransportError(f"rank {state.rank}: {state.message}; generation waits for the next whole step")
+        return StepTimeout(
+            f"rank {state.rank}: no step began within {timeout:g} s ({state.state.value}: {state.message or 'joined'}); "
+            "the engine keeps its weights"
+        )
+
+    def _prove(self, target: VllmTarget) -> None:
+        """Once a join: on the step's own weights."""
+        began = time.perf_counter()
+        try:
+            problem = target.prove(self._digests)
+        except BaseException:
+            target.abandon()
+            self.close()
+            raise
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # the reload's temporary layers
+        if not problem:
+            log.info("the plan is proven by the engine's own reload, in %.2f s", time.perf_counter() - began)
+            return
+        log.warning("the plan is refused: %s; weights go through the engine's loaders from now on", problem)
+        target.refuse(problem)
+        self._rejoin()
+
+    def _rejoin(self) -> None:
+        """A new connection is a new Hello: the sender offers anew, and the target binds anew."""
+        assert self._request is not None
+        self._close_receiver()
+        self._receiver = self._new_receiver()
+        deadline = Deadline(5)
+        while not deadline.passed and self._receiver.state.state == "Starting":
+            self._receiver.poll(0.05)
+
+    def _digests(self, tensors: Sequence[torch.Tensor]) -> bytes:
+        if self._device.type == "cuda":
+            from ..cuda.digest import DeviceDigest
+
+            return DeviceDigest.of_tensors(tensors, self._device).bytes()
+        return tensor_digests(tensors)
+
+    # --- state and end ------------------------------------------------------------------------------------------
+
+    def report(self) -> WorkerReport:
+        receiver, target = self._receiver, self._target
+        if receiver is None or target is None:
+            return WorkerReport(
+                rank=0,
+                state="Starting",
+                message="it was not told to join",
+                whole=not self._mixed,
+                version=vllm.version(),
+            )
+        state = receiver.state
+        return WorkerReport(
+            rank=state.rank,
+            state=state.state.value,
+            message=state.message,
+            step=state.step,
+            whole=not self._mixed,
+            in_place=target.in_place,
+            proven=target.proven,
+            reason=target.reason,
+            seconds=self._seconds,
+            reserved_bytes=torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0,
+            version=vllm.version(),
+        )
+
+    def _close_receiver(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+
+    def close(self) -> None:
+        """Idempotent. The engine keeps its weights."""
+        self._close_receiver()
+        self._target = None
+
+
+def _shifted(address: str, offset: int) -> str:
+    """Each worker serves at a port of its own."""
+    host, _, port = address.rpartition(":")
+    return address if address.startswith("unix:") or not port.isdigit() else f"{host}:{int(port) + offset}"
+
+
+def index_of(vllm_config: Any, rank: int) -> int:
+    """A worker's place among all of the engine's, replicas of data parallelism included."""
+    parallel = vllm_config.parallel_config
+    replica = getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", 0)) or 0
+    return int(replica) * int(parallel.world_size) + int(rank)
+
+
+def sync_of(worker: Any) -> WorkerSync:
+    """This worker's end, made at the first call. `worker`: vLLM's worker or the wrapper around it."""
+    worker = getattr(worker, "worker", worker)
+    backend = getattr(worker, "weight_transfer_engine", None)
+    found = getattr(backend, "weightsync", None) or worker.__dict__.get("_weightsync")
+    if isinstance(found, WorkerSync):
+        return found
+    sync = WorkerSync(
+        worker.model_runner.get_model(), worker.vllm_config, worker.device, index_of(worker.vllm_config, worker.rank)
+    )
+    worker.__dict__["_weightsync"] = sync
+    return sync
+
+
+JOIN, STEP, STATE, CLOSE = "weightsync_join", "weightsync_step", "weightsync_state", "weightsync_close"
+
+
+def sync_in(worker: Any, method: str, request: str) -> dict[str, Any]:
+    """Carries one call out in a worker. `request`: the method's request as JSON. Gives a WorkerReport as JSON has it.
+
+    Raises ConfigError for a request that can't be read.
+    """
+    sync = sync_of(worker)
+    try:
+        if method == JOIN:
+            report = sync.join(JoinRequest.model_validate_json(request))
+        elif method == STEP:
+            report = sync.step(StepRequest.model_validate_json(request))
+            vllm.forget_adapters(getattr(worker, "worker", worker))
+        elif method == CLOSE:
+            sync.close()
+            report = sync.report()
+        else:
+            report = sync.report()
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise ConfigError(f"{method}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    return report.model_dump()
+
+
+class WeightSyncExtension:
+    """`worker_extension_cls="weightsync_agent.engines.vllm_worker.WeightSyncExtension"`.
+
+    For engines whose plugins are switched off (VLLM_PLUGINS): the client then pauses and resets by calls of its own.
+    """
+
+    def weightsync_join(self, request: str) -> dict[str, Any]:
+        return sync_in(self, JOIN, request)
+
+    def weightsync_step(self, request: str) -> dict[str, Any]:
+        return sync_in(self, STEP, request)
+
+    def weightsync_state(self, request: str) -> dict[str, Any]:
+        return sync_in(self, STATE, request)
+
+    def weightsync_close(self, request: str) -> dict[str, Any]:
+        return sync_in(self, CLOSE, request)
