@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import peers
@@ -61,6 +62,7 @@ def rows(models: Sequence[str], steps: int, soak: int, with_peers: bool, progres
     for model in models:
         modes = (TransferMode.DIRECT, TransferMode.PACKED)
         cases = [case(model, mode, steps, verify=verify) for verify in (False, True) for mode in modes]
+        cases.insert(1, replace(cases[0], touched_by="Copy"))
         yield from run(Plan(cases=cases, soak=False, peers=with_peers), progress).rows
     yield from joins(models[-1], progress)
     if soak:

@@ -34,12 +34,17 @@ def make_weights(model: str, device: torch.device | str, *, random: bool) -> dic
 
 def checksum(weights: Mapping[str, torch.Tensor]) -> int:
     """One number over all bytes and their places, by the project's digest; on whichever device they are."""
+    return combine(digests(weights))
+
+
+def digests(weights: Mapping[str, torch.Tensor]) -> bytes:
+    """8 bytes a tensor, in order."""
     tensors = list(weights.values())
     if tensors and tensors[0].is_cuda:
         from weightsync_agent.cuda.digest import DeviceDigest
 
-        return combine(DeviceDigest.of_tensors(tensors, tensors[0].device).bytes())
-    return combine(tensor_digests(tensors))
+        return DeviceDigest.of_tensors(tensors, tensors[0].device).bytes()
+    return tensor_digests(tensors)
 
 
 class Memory:

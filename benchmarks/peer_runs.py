@@ -17,7 +17,8 @@ from typing import Any
 import peers
 import plain_nccl
 import torch
-from measure import WARMUPS, Case, Memory, Other, checksum, make_weights, repeat, serve
+from measure import WARMUPS, Case, Memory, Other, digests, make_weights, repeat, serve
+from weightsync_agent.digest import first_differences
 from weightsync_api.bench_result import BenchRow
 
 
@@ -31,9 +32,11 @@ class _Weights:
 
     def finish(self, case: Case, other: Other, least_peak: int = 0) -> BenchRow:
         """Checks that the receiver holds every byte, ends it, and makes the row; the note says where it does not."""
-        if checksum(self.weights) != other.ask("checksum"):
+        mine, theirs = digests(self.weights), other.ask("digests")
+        if mine != theirs:
             # Told, not hidden: whether the peer or this harness around it is at fault was not found out.
-            case.note += "; UNPROVEN: after the last step the receiver's bytes were not the sender's"
+            wrong = ", ".join(first_differences(mine, theirs, list(self.weights), limit=3))
+            case.note += f"; UNPROVEN: after the last step the receiver's bytes were not the sender's in {wrong}"
         growth, peak = other.ask("memory")
         other.say("stop")
         self.weights.clear()
@@ -56,7 +59,7 @@ class _Load:
 
     def answers(self) -> dict[str, Any]:
         return {
-            "checksum": lambda: checksum(self.weights),
+            "digests": lambda: digests(self.weights),
             "memory": lambda: (self.memory.growth, self.memory.peak),
         }
 

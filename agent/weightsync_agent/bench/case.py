@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from weightsync_api.agent_config import AgentConfig
@@ -54,6 +55,9 @@ class Case:
     verify: bool = False
     """Digests in every step. Otherwise in the first, and in one after the last that is measured."""
     warmups: int = WARMUPS
+    touched_by: Literal["Kernel", "Copy"] = "Kernel"
+    """How the weights change before a step, on a GPU: by a kernel, as a trainer changes them, after which the GPU takes
+    some 140 us to turn to the receiver's process (H200), or by its copy engine, which leaves the step's own cost."""
 
     @property
     def agent_transport(self) -> Transport:
@@ -131,7 +135,7 @@ def measure(case: Case, progress: Progress, between: Callable[[], None] = lambda
                 measured = number >= case.warmups
                 if measured:
                     between()
-                _touch(weights, number)
+                _touch(weights, number, case.touched_by)
                 began = time.perf_counter()
                 report = sender.step()
                 taken = time.perf_counter() - began
@@ -184,10 +188,16 @@ def _config(case: Case, directory: str) -> AgentConfig:
     )
 
 
-def _touch(weights: dict[str, torch.Tensor], step: int) -> None:
-    """Another value in one tensor, so that no two steps carry the same weights."""
+def _touch(weights: dict[str, torch.Tensor], step: int, by: Literal["Kernel", "Copy"]) -> None:
+    """Another value in one tensor, so that no two steps carry the same weights; it is there when this returns."""
     tensors = list(weights.values())
-    tensors[step % len(tensors)].view(-1)[:1].fill_(step + 2)
+    place = tensors[step % len(tensors)].view(-1)[:1]
+    if by == "Copy" and place.is_cuda:
+        place.copy_(torch.full((1,), step + 2.0, dtype=place.dtype).pin_memory())
+    else:
+        place.fill_(step + 2)
+    if place.is_cuda:
+        torch.cuda.synchronize(place.device)
 
 
 def _note(memory: list[Memory], report: StepReport, measured: bool) -> None:
