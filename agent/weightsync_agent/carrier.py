@@ -18,6 +18,8 @@ from .router import Router
 from .send_channel import StepChannel
 from .transport.base import SenderTransport
 
+BROKEN_OFF = "the step was broken off"
+
 
 class Carrier:
     """Drives the transport through each step, in the thread that calls `step()`, under the router's lock."""
@@ -44,13 +46,14 @@ class Carrier:
 
     @property
     def checks_late(self) -> bool:
-        """`carry` looks whether tensors moved, while the receivers copy; otherwise it is to be done before."""
+        """`carry` looks itself whether tensors moved, while the receivers copy. Otherwise it is to be done before."""
         return self._transport.whole and self._addresses.many
 
     def carry(self, channel: StepChannel) -> None:
         """Until every receiver has acknowledged or left the step.
 
-        Raises TransportError, StepTimeout; ConfigError with `checks_late`.
+        Raises TransportError, StepTimeout; ConfigError where tensors were resized, and with `checks_late` where they
+        moved.
         """
         config, transport, step = self._config, self._transport, channel.step
         if not transport.whole:
@@ -77,12 +80,13 @@ class Carrier:
         for rank in channel.ranks:
             transport.lay(rank, frame)
         channel.begin(begin)
+        if self.checks_late:
+            self._addresses.check(BROKEN_OFF)
+        self._addresses.check_sizes(BROKEN_OFF)
         if transport.whole:
             # While the receivers copy: nothing was allocated since the step began, and nothing will be.
             self._meter.before()
             channel.memory = self._meter.after()
-            if self.checks_late:
-                self._addresses.check("the step was broken off")
         else:
             transport.send(channel)
             digests = transport.digests() if verify else b""

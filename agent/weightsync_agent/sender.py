@@ -20,6 +20,7 @@ from weightsync_api.reports import AgentState, Report, StepReport
 from weightsync_api.v1alpha1.spec import TransferMode, Transport
 
 from . import protocol
+from .addresses import Addresses
 from .adopt import adopt as adopt_tensors
 from .carrier import Carrier
 from .deadline import Deadline
@@ -99,7 +100,6 @@ class Sender:
             raise ConfigError(f"the weights are on several devices ({', '.join(map(str, devices))}): move them to one")
         self.device = devices.pop() if devices else torch.device("cpu")
         self.manifest = self._gatherer.manifest
-        self._tensors = tensors if self._gatherer.plain else []
         if not tensors:
             raise ConfigError("there are no weights to send: the source has no tensors")
         self._arena = arena if not self._gatherer.dropped else None  # else tensors are elsewhere than it would say
@@ -127,7 +127,7 @@ class Sender:
                 gather=None if self._gatherer.plain else self._gatherer.gather,
             ),
         )
-        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+        self._addresses = Addresses(self._gatherer.names, tensors) if self._gatherer.plain else Addresses((), ())
         self._meter = meter_for(self.device, lambda: self._transport.owned_bytes)
         try:
             self._router = Router(config, self.errors)
@@ -136,7 +136,9 @@ class Sender:
             raise
         lobby = Lobby(config, self.session, self.manifest, self._transport, self._router.send, self.errors)
         self._lobby = lobby
-        self._carrier = Carrier(config, self.manifest, self._transport, self._meter, self._router, self.errors)
+        self._carrier = Carrier(
+            config, self.manifest, self._transport, self._addresses, self._meter, self._router, self.errors
+        )
         self._publisher = Publisher(self._log, self.identity, self._transport, lobby.peers)
         self._publisher.publish()
         self._router.start(lobby, self._transport, self._publisher)
@@ -189,7 +191,8 @@ class Sender:
         Raises:
             JoinTimeout: no receiver is there.
             StepFailed: a receiver that was there did not acknowledge. Its `report` has the causes.
-            ConfigError: a tensor is not where it was when the Sender was made; nothing was sent.
+            ConfigError: a tensor is not where it was, or as large as it was, when the Sender was made. The sentence
+                says whether nothing was sent, or the step was broken off.
             Closed: this sender was closed, or is that of the process that this one was forked from.
         """
         if os.getpid() != self._pid:
@@ -207,7 +210,8 @@ class Sender:
         router, carrier = self._router, self._carrier
         if router.closed:
             raise Closed("this sender is closed")
-        self._check_addresses()
+        if not carrier.checks_late:
+            self._addresses.check("nothing was sent")
         members = self._members()
         self._step = max(self._step, *(peer.step for peer in members)) + 1
         deadline = Deadline(self.config.step_timeout_seconds)
@@ -235,24 +239,12 @@ class Sender:
         try:
             report = self._conclude(channel, started_at, duration)
         except StepFailed as failure:
-            if unforeseen is None or isinstance(unforeseen, Exception):
+            if unforeseen is None or (isinstance(unforeseen, Exception) and not isinstance(unforeseen, ConfigError)):
                 raise failure from unforeseen
             raise unforeseen from None
         if unforeseen is not None:
             raise unforeseen
         return report
-
-    def _check_addresses(self) -> None:
-        """What was sent from an old address would be old bytes, or another's. Raises ConfigError."""
-        now = [tensor.data_ptr() for tensor in self._tensors]
-        if now == self._addresses:
-            return
-        moved = [n for n, a, b in zip(self._gatherer.names, now, self._addresses, strict=True) if a != b]
-        raise ConfigError(
-            f"{', '.join(moved[:20])}{f' and {len(moved) - 20} more' if len(moved) > 20 else ''} moved since the "
-            "Sender was made (`param.data = ...`, `resize_`, `model.to(...)`), and nothing was sent: write weights in "
-            "place (`param.data.copy_(...)`), or close this Sender and make another"
-        )
 
     def _members(self) -> list[Peer]:
         """The receivers of the step that begins. Raises JoinTimeout."""
@@ -272,7 +264,7 @@ class Sender:
         return members
 
     def _conclude(self, channel: StepChannel, started_at: datetime, duration: float) -> StepReport:
-        self._publisher.memory = memory = self._meter.after()
+        self._publisher.memory = memory = channel.memory or self._meter.after()
         for rank, ack in channel.acks.items():
             peer = channel.members[rank]
             peer.state, peer.message, peer.step = AgentState.SYNCED, "", channel.step
@@ -345,4 +337,8 @@ class Sender:
             self._publisher.finished = True
             self._publisher.publish()
             self._transport.close()
+            self._transport.let_go()
+            self._addresses.let_go()
+            self._arena = None
+            self._gatherer.tensors = []
         self._router.stop()

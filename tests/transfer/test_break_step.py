@@ -14,6 +14,7 @@ import samples
 import torch
 import zmq
 from weightsync_agent import protocol
+from weightsync_agent.addresses import MANY_TENSORS
 from weightsync_agent.deadline import Deadline
 from weightsync_agent.digest import tensor_digest
 from weightsync_agent.errors import Closed, ConfigError, JoinTimeout, StepFailed, WeightSyncError
@@ -54,9 +55,9 @@ class Loader:
 class ThreadedReceiver:
     """A Receiver in a thread of this process: gates in its loader order events that processes could only time."""
 
-    def __init__(self, config: AgentConfig, rank: int) -> None:
+    def __init__(self, config: AgentConfig, rank: int, target: dict[str, torch.Tensor] | None = None) -> None:
         self.loader = Loader()
-        self.receiver = Receiver(self.loader, config=config, rank=rank)
+        self.receiver = Receiver(self.loader if target is None else target, config=config, rank=rank)
         self.whole: list[int] = []
         self.ended: BaseException | None = None
         self._stop = threading.Event()
@@ -94,8 +95,8 @@ class ThreadedReceiver:
 def joined(make_config: Callable[..., AgentConfig]) -> Iterator[Callable[..., ThreadedReceiver]]:
     made: list[ThreadedReceiver] = []
 
-    def make(config: AgentConfig, rank: int = 1) -> ThreadedReceiver:
-        made.append(ThreadedReceiver(config, rank))
+    def make(config: AgentConfig, rank: int = 1, target: dict[str, torch.Tensor] | None = None) -> ThreadedReceiver:
+        made.append(ThreadedReceiver(config, rank, target))
         return made[-1]
 
     yield make
@@ -300,6 +301,43 @@ def test_parameter_that_moved_is_an_error_with_its_name(mode, make_config, joine
         weights["large"].data = kept
         assert sender.step().step == 2
         eventually(lambda: receiver.whole == [1, 2], "nothing was sent in between")
+
+
+@BOTH_MODES
+def test_parameter_that_shrank_where_it_lies_is_an_error_with_its_name(mode, make_config, joined) -> None:
+    config = make_config(mode=mode)
+    joined(config)
+    weights = samples.mixed(0)
+    with Sender(weights, config=config, adopt=mode == "Direct") as sender:
+        assert sender.step().complete
+        weights["large"].resize_(299, 257)  # same address, and the receivers have more
+        with pytest.raises(
+            ConfigError, match=r"large \(from 77100 to 76843 elements\) were resized.*the step was broken off"
+        ):
+            sender.step()
+
+
+def test_one_of_many_parameters_that_moved_makes_the_step_whole_nowhere(make_config, joined) -> None:
+    def tensors(value: float) -> dict[str, torch.Tensor]:
+        return {f"t{n}": torch.full((5,), value) for n in range(MANY_TENSORS)}
+
+    config, target, weights = make_config(mode="Direct"), tensors(0), tensors(1)
+    receiver = joined(config, target=target)
+    with Sender(weights, config=config, adopt=True) as sender:
+        assert sender.step().verified
+        assert sender.step().complete
+        kept = weights["t7"].data
+        weights["t7"].data = torch.zeros(5)
+        with pytest.raises(ConfigError, match=r"^t7 moved since the Sender was made .*the step was broken off"):
+            sender.step()
+        eventually(lambda: "broken off" in receiver.receiver.state.message, "the receiver dropped the step")
+        assert receiver.whole == [1, 2]
+        assert not receiver.receiver.ready
+        weights["t7"].data = kept.fill_(2)
+        report = sender.step()
+        assert report.complete
+        eventually(lambda: receiver.whole == [1, 2, report.step], "whole again")
+        assert samples.fingerprint(target) == samples.fingerprint(weights)
 
 
 def test_forked_child_neither_steps_nor_closes_its_parents_sender(make_config, joined) -> None:
