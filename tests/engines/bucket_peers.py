@@ -238,7 +238,7 @@ def worker(options: argparse.Namespace) -> dict[str, object]:
             raise ValueError("the post hook says no")
 
     say(ready=True)
-    update_weights_from_ipc(zmq.Context(), options.address, 0, run=load, post_hook=post_hook)
+    update_weights_from_ipc(zmq.Context.instance(), options.address, 0, run=load, post_hook=post_hook)
     return {"got": judged(load.got), "calls": load.calls, "hooks": hooks}
 
 
@@ -306,7 +306,7 @@ def main() -> None:
                 listener.close()
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 serve(connection)
-                sys.stdout.flush()
+                zmq.Context.instance().term()  # verl's last answer may not be out yet
                 os._exit(0)
             connection.close()
 

@@ -95,7 +95,7 @@ def test_an_error_of_the_worker_fails_the_step_the_last_bucket_included(at: str,
     [
         (["--die-at", "1"], "closed its socket or ended, bucket 1 of"),
         (["--fail-at", "-3"], "closed its socket or ended, its post hook"),
-        (["--hang-at", "1"], "did not answer within 20 s, bucket 1 of"),
+        (["--hang-at", "1"], "did not answer within 20 s, "),
     ],
     ids=["killed", "the post hook raises", "it hangs"],
 )
@@ -171,11 +171,11 @@ def test_a_loader_gets_aligned_tensors_from_a_misaligned_half() -> None:
 
 
 def test_a_mismatch_in_the_first_bucket_ends_the_server_with_an_error_and_leaves_the_target_alone() -> None:
-    target = whole(blank()) | {"scalar": torch.zeros(2)}
+    target = whole(blank()) | {"bool.odd": torch.zeros(2)}
     before = judged(target)
     with server("--gb", ODD_GB) as peer:
         ours = CheckpointEngineReceiver(peer.line()["address"], target, allow_object_wire=True)
-        with pytest.raises(ManifestMismatch, match=r"scalar: the sender's shape is \[\]"):
+        with pytest.raises(ManifestMismatch, match=r"bool.odd: the sender's shape is \[3\]"):
             ours.receive()
         assert judged(target) == before
         assert "Failed to update weights due to remote errors" in peer.line()["result"]

@@ -118,7 +118,7 @@ def test_what_breaks_verls_sender_is_refused_by_ours_before_anything_is_sent(
         (["--fail-at", "1"], AgentState.LOST, "closed its socket or ended, bucket 1 of"),
         (["--die-at", "1"], AgentState.LOST, "closed its socket or ended, bucket 1 of"),
         (["--fail-at", "-2"], AgentState.LOST, "closed its socket or ended, bucket"),
-        (["--hang-at", "1"], AgentState.TAINTED, "did not answer within 3 s, bucket 1 of"),
+        (["--hang-at", "1"], AgentState.TAINTED, "did not answer within 10 s, "),
     ],
     ids=["it raises", "it is killed", "it raises at the last bucket", "it hangs"],
 )
@@ -126,7 +126,7 @@ def test_a_receiver_that_fails_fails_the_step_in_time_and_the_next_one_gets_ever
     address: str, options: list[str], state: AgentState, said: str
 ) -> None:
     weights = mixed(4)
-    with sender(weights, address, step_timeout_seconds=3.0 if "--hang-at" in options else 60.0) as ours:
+    with sender(weights, address, step_timeout_seconds=10.0 if "--hang-at" in options else 60.0) as ours:
         with PeerProcess("verl-receive", address, *options) as peer:
             peer.line()
             began = time.monotonic()
@@ -164,9 +164,9 @@ def test_a_step_that_our_side_breaks_off_makes_verls_receiver_raise_and_not_hang
     weights = {"a": torch.ones(40_000), "b": torch.ones(40_000).as_subclass(Unreadable)}
     with PeerProcess("verl-receive", address) as peer:
         peer.line()
-        with sender(weights, address, dtype=torch.bfloat16) as ours:  # type: ignore[arg-type]
-            with pytest.raises(StepFailed, match="rank 3 is gone"):
-                ours.step()
+        ours = sender(weights, address, dtype=torch.bfloat16)  # type: ignore[arg-type]
+        with ours, pytest.raises(StepFailed, match="rank 3 is gone"):
+            ours.step()
         assert peer.line()["result"] == "KeyError: 'bucket_meta'"
 
 
@@ -226,7 +226,7 @@ def test_a_loader_gets_every_tensor_of_verls_and_must_copy(address: str) -> None
         ("meta", TransportError, "closed its socket or ended"),
         ("sparse", TransportError, "closed its socket or ended"),
         ("killed", TransportError, "closed its socket or ended"),
-        ("silent", StepTimeout, "did not answer within 3 s, bucket 1"),
+        ("silent", StepTimeout, "did not answer within 5 s, "),
         ("twice", ManifestMismatch, "one name twice"),
         ("twice-apart", ManifestMismatch, "a: sent twice in one step"),
     ],
@@ -234,7 +234,7 @@ def test_a_loader_gets_every_tensor_of_verls_and_must_copy(address: str) -> None
 def test_whatever_breaks_verls_sender_ends_our_receiver_in_time(
     address: str, case: str, error: type[Exception], said: str
 ) -> None:
-    seconds = 3.0 if case == "silent" else 60.0
+    seconds = 5.0 if case == "silent" else 60.0
     with PeerProcess("verl-send", address, "--case", case) as peer:
         ours = receiver(address, lambda weights: None, step_timeout_seconds=seconds)
         peer.line()

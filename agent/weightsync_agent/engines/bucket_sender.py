@@ -11,7 +11,7 @@ import torch
 from weightsync_api.reports import AgentState, ReceiverStep, StepReport
 
 from ..deadline import Deadline
-from ..errors import Closed, JoinTimeout, StepFailed, StepTimeout, TransportError
+from ..errors import Closed, ConfigError, JoinTimeout, StepFailed, TransportError
 from ..sources.module import Weights
 from .bucket_source import BucketSource
 from .lent_memory import RELEASE_SECONDS, lend
@@ -92,10 +92,10 @@ class BucketSender:
         try:
             self._converse(channel, deadline)
             whole = True
-        except JoinTimeout:
-            self._step -= 1
+        except (JoinTimeout, ConfigError):
+            self._step -= 1  # no byte was sent
             raise
-        except (TransportError, StepTimeout) as error:
+        except Exception as error:  # gathering may raise anything
             failure = error
         finally:
             if not whole and not self._over and not channel.gone:

@@ -121,7 +121,7 @@ class Lockstep:
                 )
 
     def _nobody(self, deadline: Deadline) -> str:
-        verb = "connected to" if self._asks else "spoke at"
+        verb = "connected to" if self._asks else "spoken at"
         return (
             f"{self.peer} has not {verb} {self.address} within {deadline.seconds:.3g} s: start its update at the same "
             "time as this end's, and compare the socket's name on both sides"
