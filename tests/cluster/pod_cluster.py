@@ -81,8 +81,8 @@ class PodCluster(Kubectl):
         assert kubectl is not None
         assert helm is not None
         super().__init__(kubectl, kubeconfig(), home)
-        self._helm = Helm(self)
-        self._helm.program = helm
+        self.helm = Helm(self)
+        self.helm.program = helm
 
     # --- the operator -----------------------------------------------------------------------------------------------
 
@@ -92,11 +92,11 @@ class PodCluster(Kubectl):
         ours = [f"--set={at}.repository=weightsync/{name},{at}.tag=dev" for at, name in images.items()]
         chosen = shlex.split(os.environ.get("WEIGHTSYNC_HELM_ARGS", "")) or ours
         words = ("upgrade", "--install", RELEASE, str(CHART), "-n", SYSTEM, "--create-namespace", "--wait")
-        done = self._helm.run(*words, *chosen, *arguments, check=False, timeout=300)
+        done = self.helm.run(*words, *chosen, *arguments, check=False, timeout=300)
         assert done.returncode == 0, f"{done.stderr}\n{self.told(SYSTEM)}"
 
     def uninstall(self) -> None:
-        self._helm.run("uninstall", RELEASE, "-n", SYSTEM, "--wait", "--ignore-not-found")
+        self.helm.run("uninstall", RELEASE, "-n", SYSTEM, "--wait", "--ignore-not-found")
         self.run("delete", "crd", CRD, "--ignore-not-found", timeout=120)
         self.run("delete", "namespace", SYSTEM, "--ignore-not-found", timeout=120)
 

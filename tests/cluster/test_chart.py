@@ -61,7 +61,7 @@ def namespace(plane: ControlPlane, prefix: str, **labels: str) -> Iterator[str]:
     tree = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
     plane.kubectl("create", "-f", "-", stdin=json.dumps(tree))
     yield name
-    plane.kubectl("delete", "namespace", name, "--wait=false")
+    plane.kubectl("delete", "namespace", name, "--ignore-not-found", "--wait=false")
 
 
 def pod_uids(cluster: Kubectl, where: str) -> dict[str, str]:

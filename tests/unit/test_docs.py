@@ -12,12 +12,14 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import click
 import pytest
 import weightsync_agent
 import weightsync_agent.http as agent_http
+import yaml
 from weightsync_agent.main import main as agent_main
 from weightsync_agent.metrics import ERROR_KINDS, AgentMetrics
 from weightsync_api.reports import Report
@@ -71,8 +73,19 @@ def test_every_command_that_is_written_exists_as_written(block: Block) -> None:
                     assert path[1] in {"/healthz", "/readyz", "/report", "/metrics"}
                 case "python":
                     assert words[1] == "-m" or (ROOT / words[1]).is_file(), line
+                case "helm":
+                    assert {word for word in words if word.startswith("charts/")} <= {"charts/weightsync"}
+                    names = [part.partition("=")[0] for part in re.findall(r"--set '?([^' ]+=[^' ]*)", part)]
+                    assert {name.partition(".")[0] for name in names} <= chart_values(), part
+                case "kubectl":
+                    files = [word for flag, word in pairwise(words) if flag == "-f"]
+                    assert all((ROOT / file).is_file() for file in files), part
                 case other:
                     pytest.fail(f"{block}: this test does not know the command {other!r}")
+
+
+def chart_values() -> set[str]:
+    return set(yaml.safe_load((ROOT / "charts" / "weightsync" / "values.yaml").read_text()))
 
 
 def parses(command: click.Command, words: list[str]) -> None:
