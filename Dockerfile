@@ -18,6 +18,8 @@ ARG PIP_INDEX_URL=
 COPY images/build.lock /opt/
 RUN python3 -m venv /opt/tools \
     && /opt/tools/bin/python -m pip install --quiet --no-cache-dir --require-hashes -r /opt/build.lock
+# Where a stage comes from the cache, buildah 1.28 mounts it as it was before its last instruction: here that is this one.
+WORKDIR /opt
 
 # WeightSync alone, where the images have it.
 FROM tools AS weightsync
@@ -77,6 +79,10 @@ RUN --mount=type=bind,from=tools,source=/opt/tools,target=/opt/tools \
     /opt/tools/bin/python -m pip --python /opt/venv/bin/python install --quiet --no-cache-dir --no-deps \
     --require-hashes -r /opt/packages.lock
 
+# NVIDIA_..: what the container runtime adds where a pod has a GPU: CUDA, and what memory is measured with. (This is also
+# the last instruction of a stage that is mounted, as above.)
+ENV CC=/opt/launcher/cc NVIDIA_DRIVER_CAPABILITIES=compute,utility
+
 # Triton compiles one C file at its first use, the same one each time. So that the image needs no compiler, it is done
 # here, and `cc` hands it over.
 FROM tools AS triton-launcher
@@ -95,6 +101,5 @@ LABEL org.opencontainers.image.title="WeightSync agent" \
     org.opencontainers.image.revision="${REVISION}"
 COPY --from=triton-launcher /opt/launcher/out /opt/launcher
 COPY --from=weightsync /opt/venv /opt/venv
-ENV CC=/opt/launcher/cc
 USER 65532:65532
 ENTRYPOINT ["weightsync-agent"]

@@ -4,6 +4,8 @@
 #   images.sh base             make the two base images from Debian packages: Python, and Python with a C compiler
 #   images.sh build [NAME...]  build weightsync/operator:dev and weightsync/agent:dev, or those named: `build operator`
 #   images.sh load [NAME...]   hand them to the containerd at CONTAINERD_ADDRESS, in its namespace k8s.io
+#   images.sh run NAME ...     run a command in an image as a restricted pod would: the image's user and environment, a
+#                              root file system that is read-only, /tmp and /dev/shm of its own
 #   images.sh clean            remove all that this made
 #
 # All is kept in ~/.cache/weightsync/images. Of the agent's image 6 GB are torch's layer, made once a lock file; `load`
@@ -81,17 +83,17 @@ build() {
     bud --target "$target" --tag "$(image "$target")" --build-arg "BASE_IMAGE=$(base_name "$runtime")" \
       --build-arg "BUILD_IMAGE=$(base_name "$build")" "${arguments[@]}" "$root"
     say "$(image "$target") built in $((SECONDS - started)) s"
+    forget_old "$target"
   done
-  forget_old
 }
 
-# forget_old: after a change of the recipe, what no image is made of any more, such as torch's layer of the last lock file
+# forget_old NAME: after a change of the recipe, what no image is made of any more: torch's layer of the last lock file
 forget_old() {
-  local now
+  local now made=$cache/made-of.$1
   now=$(cat "$root/Dockerfile" "$root"/images/* | sha256sum)
-  [ "$now" = "$(cat "$cache/made-of" 2>/dev/null)" ] && return
+  [ "$now" = "$(cat "$made" 2>/dev/null)" ] && return
   buildah rmi --prune >/dev/null
-  echo "$now" >"$cache/made-of"
+  echo "$now" >"$made"
 }
 
 # --- handing over to containerd -------------------------------------------------------------------------------------
@@ -130,7 +132,28 @@ hand_over() {
   while read -r digest bytes; do truncate -s "$bytes" "$layout/blobs/sha256/$digest"; done <<<"$large"
 }
 
-# --------------------------------------------------------------------------------------------------------------------
+# --- running and removing -------------------------------------------------------------------------------------------
+
+run_in() {
+  local image container mounted user config=.OCIv1.Config
+  local -a env
+  image=$(image "$1")
+  exists "$image" || { say "$image is not there: images.sh build"; return 1; }
+  readarray -t env < <(buildah inspect --type image --format "{{range $config.Env}}{{println .}}{{end}}" "$image" | grep .)
+  user=$(buildah inspect --type image --format "{{$config.User}}" "$image")
+  container=$(buildah from --pull-never "$image")
+  # shellcheck disable=SC2064
+  trap "command buildah --root '$storage' --runroot '$run' rm $container >/dev/null" EXIT
+  mounted=$(buildah mount "$container")
+  # shellcheck disable=SC2016
+  unshare --mount --pid --fork --kill-child sh -c '
+    root=$1 && shift
+    mount --bind "$root" "$root" && mount -o remount,bind,ro "$root" &&
+      mount -t tmpfs none "$root/tmp" && mount -t proc none "$root/proc" &&
+      mount --rbind /dev "$root/dev" && mount -t tmpfs -o size=1g none "$root/dev/shm" &&
+      user=$1 && shift && exec chroot --userspec="$user" "$root" env --ignore-environment --chdir=/tmp "$@"
+  ' sh "$mounted" "${user:-0:0}" "${env[@]}" "${@:2}"
+}
 
 clean() {
   [ -d "$storage" ] && command -v buildah >/dev/null && buildah rmi --all --force >/dev/null
@@ -150,6 +173,10 @@ build | load)
   need buildah
   mkdir -p "$cache"
   "$command" "$@"
+  ;;
+run)
+  need buildah
+  run_in "$@"
   ;;
 *) sed -n '2,/^set/{/^#/p}' "$0" | cut -c3- >&2 && exit 2 ;;
 esac
