@@ -24,7 +24,7 @@ ANSWERS := examples/quickstart/build/answers
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-torch211 test-cluster check format bench bench-cpu clean
+.PHONY: help run test test-torch211 test-cluster images lock check format bench bench-cpu clean
 
 help: ## Show what there is.
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -45,6 +45,13 @@ test-torch211: ## Run the unit and transfer tests with the oldest torch that is 
 test-cluster: $(VENV)/.test ## Run the tests on a real Kubernetes API server (built once with Go: 8 minutes, 1 GB of modules).
 	@PYTHON=$(BIN)/python tests/cluster/build.sh >/dev/null
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/cluster
+
+images: ## Build the operator's and the agent's image without Docker (root on Debian; once 6 minutes and 7 GB).
+	tests/cluster/images.sh build
+
+lock: | $(BIN)/python ## Pin what the images install anew: images/*.lock.
+	@$(PIP) uv
+	@UV=$(BIN)/uv images/lock.sh
 
 test-gpu: $(GPU_READY) ## Run the tests that need a GPU; those that need two are skipped with one.
 	$(GPU_PYTHON) -m pytest $(PYTEST_ARGS) tests/gpu

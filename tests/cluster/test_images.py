@@ -7,11 +7,13 @@ import os
 import re
 import shutil
 import subprocess
+import tomllib
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from packaging.markers import Marker
+from packaging.requirements import Requirement
 from pod_cluster import MODEL, must_not_skip
 
 pytestmark = pytest.mark.timeout(300)
@@ -159,3 +161,12 @@ def test_locks_name_no_index_and_hash_every_file() -> None:
         assert "-index" not in text
         requirements = re.findall(r"^[a-z][^\n]*\n(?:    --hash=sha256:[0-9a-f]{64}[ \\]*\n?)+", text, re.MULTILINE)
         assert len(requirements) == len(re.findall(r"^[a-z]", text, re.MULTILINE)) > 0
+
+
+@pytest.mark.parametrize("name", ["operator", "agent"])
+def test_locks_hold_all_that_the_project_asks_for(name: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pinned = locked(ROOT / "images" / f"{name}.lock", "3.11.0")
+    for asked in map(Requirement, [*project["dependencies"], *project["optional-dependencies"][name]]):
+        assert asked.name in pinned, f"{asked} is not in images/{name}.lock: make lock writes it anew"
+        assert asked.specifier.contains(pinned[asked.name]), f"images/{name}.lock is older than {asked}: make lock"
