@@ -92,7 +92,7 @@ def run(file: Path, steps: int | None, timeout: float | None, output: str, verbo
 
 @main.command(name="plan", short_help="Print the Kubernetes objects that a file becomes.")
 @click.argument("file", type=Manifest)
-@click.option("--image", default=f"weightsync-agent:{version('weightsync')}", show_default=True, help="Agents' image.")
+@click.option("--image", default=f"weightsync/agent:{version('weightsync')}", show_default=True, help="Agents' image.")
 def plan_command(file: Path, image: str) -> None:
     """Print, as YAML, the Kubernetes objects that FILE's WeightSyncs become: StatefulSets, configuration, policies.
 
