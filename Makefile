@@ -24,7 +24,7 @@ ANSWERS := examples/quickstart/build/answers
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-torch211 test-cluster images lock check format bench bench-cpu clean
+.PHONY: help run test test-torch211 test-cluster cluster cluster-down cluster-images demo images lock check format bench bench-cpu clean
 
 help: ## Show what there is.
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -42,9 +42,21 @@ test: $(VENV)/.test ## Run all tests. Those that need a GPU or a cluster say so 
 test-torch211: ## Run the unit and transfer tests with the oldest torch that is supported.
 	$(MAKE) test TORCH=2.11 TESTS="tests/unit tests/transfer"
 
-test-cluster: $(VENV)/.test ## Run the tests on a real Kubernetes API server (built once with Go: 8 minutes, 1 GB of modules).
+test-cluster: $(VENV)/.test ## Run the tests on a real Kubernetes; those with pods need `make cluster cluster-images` before.
 	@PYTHON=$(BIN)/python tests/cluster/build.sh >/dev/null
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/cluster
+
+cluster: ## Bring up a Kubernetes of one node without Docker (root on Debian; built once with Go: 10 minutes, 1 GB).
+	@tests/cluster/cluster.sh up
+
+cluster-down: ## End it; nothing is left of it, but for what is cached in ~/.cache/weightsync.
+	@tests/cluster/cluster.sh down
+
+cluster-images: ## Build the images and hand them to the cluster of `make cluster`.
+	@tests/cluster/cluster.sh images
+
+demo: ## Images, chart and an example on the cluster of `make cluster`, and what kubectl then shows.
+	@tests/cluster/demo.sh
 
 images: ## Build the operator's and the agent's image without Docker (root on Debian; once 6 minutes and 7 GB).
 	tests/cluster/images.sh build

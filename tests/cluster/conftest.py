@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 from control_plane import ControlPlane, programs
-from pod_cluster import PodCluster, must_not_skip, why_no_pods
+from pod_cluster import PodCluster, alone, must_not_skip, why_no_pods
 from weightsync_api.crd import render
+
+FAILED = pytest.StashKey[bool]()
 
 
 @pytest.fixture(scope="session")
@@ -42,13 +44,26 @@ def pod_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PodCluster
             pytest.fail(f"{reason} (CI or WEIGHTSYNC_NO_SKIP is set: nothing is skipped)")
         pytest.skip(reason)
     made = PodCluster(tmp_path_factory.mktemp("home"))
-    made.install()
-    yield made
-    made.uninstall()
+    with alone():
+        made.install()
+        yield made
+        made.uninstall()
 
 
 @pytest.fixture
-def pod_namespace(pod_cluster: PodCluster) -> Iterator[str]:
-    """Takes restricted pods only."""
+def pod_namespace(pod_cluster: PodCluster, request: pytest.FixtureRequest) -> Iterator[str]:
+    """Takes restricted pods only. Of a test that failed it tells what was there at the end."""
     with pod_cluster.namespace() as name:
         yield name
+        if request.node.stash.get(FAILED, False):
+            print(pod_cluster.told(name))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        item.stash[FAILED] = True
+    return report

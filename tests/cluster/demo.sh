@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All of it on the cluster of `make cluster`: the images, the chart by helm, an example; and what kubectl then shows.
+# All of it on the cluster of `make cluster`: the images, the chart by helm, two examples; and what kubectl then shows.
 # With WEIGHTSYNC_KUBECONFIG on another cluster, whose images WEIGHTSYNC_HELM_ARGS names (--set registry=...).
 #
 #   demo.sh          leaves all running
@@ -36,13 +36,16 @@ timed "chart installed, operator ready" helm upgrade --install weightsync "$root
   -n weightsync-system --create-namespace --wait "${images[@]}"
 kubectl get namespace demo >/dev/null 2>&1 || kubectl create namespace demo
 
-# The example as it is, but for what a cluster without GPUs can't give, and without an end.
-example() {
+# The examples as they are, but for what a cluster without GPUs can't give, and without an end.
+examples() {
+  kubectl -n demo create configmap programs --from-file="$root/examples/trainer.py" --from-file="$root/examples/engine.py" \
+    --dry-run=client -o yaml | kubectl -n demo apply -f -
+  kubectl -n demo apply -f "$root/examples/dedicated.yaml"
   kubectl patch --local -f "$root/examples/synthetic.yaml" --type merge -o yaml \
     -p '{"spec": {"device": "CPU", "steps": {"count": 0}}}' | kubectl -n demo apply -f -
-  kubectl -n demo wait --for=condition=Ready ws/synthetic --timeout=180s
+  kubectl -n demo wait --for=condition=Ready ws/dedicated ws/synthetic --timeout=240s
 }
-timed "examples/synthetic.yaml applied, all receivers whole" example
+timed "examples/dedicated.yaml and synthetic.yaml applied, all receivers whole" examples
 for _ in 1 2 3; do
   show kubectl -n demo get weightsyncs
   sleep 3

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
 import os
 import shlex
 import shutil
 import subprocess
+import tempfile
 import threading
 import time
 import uuid
@@ -23,7 +26,7 @@ from operator_process import eventually
 
 SYSTEM = "weightsync-system"
 RELEASE = "weightsync"
-STARTED_SECONDS = 180.0
+STARTED_SECONDS = 240.0
 """For an agent's start: torch is imported from a cold disk by several processes at a time."""
 RESTRICTED = "pod-security.kubernetes.io/enforce=restricted"
 MODEL = {
@@ -63,6 +66,15 @@ def why_no_pods() -> str:
         return f"WEIGHTSYNC_KUBECONFIG: there is no {path}"
     asked = subprocess.run([HERE / "cluster.sh", "why-not"], capture_output=True, text=True, check=True, timeout=60)
     return asked.stdout.strip() or "there is no cluster with nodes: make cluster brings one up"
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """One test run at a time installs and removes the release on a cluster; another waits for it."""
+    place = hashlib.sha256(str(kubeconfig().resolve()).encode()).hexdigest()[:8]
+    with (Path(tempfile.gettempdir()) / f"weightsync-tests-{os.getuid()}-{place}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _program(name: str) -> Path | None:
@@ -122,9 +134,6 @@ class PodCluster(Kubectl):
         self.kubectl("-n", name, "create", "configmap", "model", f"--from-literal=config.json={json.dumps(MODEL)}")
         try:
             yield name
-        except BaseException:
-            print(self.told(name))
-            raise
         finally:
             self.run("delete", "namespace", name, timeout=120)
 
@@ -163,7 +172,7 @@ def manifest(name: str = "demo", **spec: Any) -> Tree:
         "receivers": {"replicas": 1, "template": pod},
         "steps": {"intervalSeconds": 1},
         "agent": {
-            "resources": {"requests": {"cpu": "50m"}, "limits": {"memory": "1Gi", "nvidia.com/gpu": "1"}},
+            "resources": {"requests": {"cpu": "50m"}, "limits": {"memory": "3Gi", "nvidia.com/gpu": "1"}},
             "env": [{"name": "OMP_NUM_THREADS", "value": "1"}],
         },
     }

@@ -6,9 +6,9 @@ import time
 
 import pytest
 from operator_process import eventually
-from pod_cluster import Lines, PodCluster, WeightSyncOnCluster, manifest, uids
+from pod_cluster import STARTED_SECONDS, Lines, PodCluster, WeightSyncOnCluster, manifest, uids
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 
 KINDS = "statefulsets,pods,services,configmaps,secrets,networkpolicies,poddisruptionbudgets,controllerrevisions"
 GONE_SECONDS = 30.0
@@ -34,7 +34,7 @@ def left(ws: WeightSyncOnCluster) -> list[str]:
 def test_receivers_join_and_leave_without_touching_the_others(running: WeightSyncOnCluster) -> None:
     before = uids(running.pods())
     running.patch(receivers={"replicas": 2})
-    eventually(lambda: receivers(running) == "2/2", 180)
+    eventually(lambda: receivers(running) == "2/2", STARTED_SECONDS)
     status = running.status()
     joined = next(agent for agent in status["agents"] if agent["rank"] == 2)
     assert joined["state"] == "Synced"
@@ -70,7 +70,7 @@ def test_a_template_change_rolls_the_pods_once(running: WeightSyncOnCluster) -> 
             return pod["metadata"]["labels"].get("team") == "rl"
 
         eventually(rolled)
-        eventually(lambda: receivers(running) == "1/1" and running.condition().get("status") == "True", 180)
+        eventually(lambda: receivers(running) == "1/1" and running.condition().get("status") == "True", STARTED_SECONDS)
         running.wait_step(running.step() + 3)
     seen = {name: {line.split(" ")[1] for line in lines.texts if line.startswith(name)} for name in before}
     assert {name: len(ids) for name, ids in seen.items()} == {"demo-receivers-0": 2, "demo-sender-0": 1}

@@ -7,9 +7,18 @@ from typing import Any
 
 import pytest
 from operator_process import eventually
-from pod_cluster import PodCluster, WeightSyncOnCluster, cause_then_condition, manifest, merged, restarts, uids
+from pod_cluster import (
+    STARTED_SECONDS,
+    PodCluster,
+    WeightSyncOnCluster,
+    cause_then_condition,
+    manifest,
+    merged,
+    restarts,
+    uids,
+)
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 
 Tree = dict[str, Any]
 
@@ -46,7 +55,7 @@ def test_a_crashed_receiver_comes_back_and_is_whole_one_step_later(pod_cluster: 
     print(told["message"])
     assert "demo-receivers-1" in told["message"]
     broken = ws.step()
-    eventually(lambda: ws.condition().get("status") == "True", 180)
+    eventually(lambda: ws.condition().get("status") == "True", STARTED_SECONDS)
     status = ws.status()
     # Whole, and as far as the others: it took one step to have it all.
     assert {a["state"] for a in status["agents"] if a["rank"]} == {"Synced"}
@@ -64,7 +73,7 @@ def test_a_crashed_sender_goes_on_at_the_next_step(pod_cluster: PodCluster, pod_
     ws.kill_agent("demo-sender-0", "sender")
     eventually(lambda: restarts(ws.pods()["demo-sender-0"]) == 1)
     last = ws.step()
-    status = ws.wait_step(last + 3, 180)
+    status = ws.wait_step(last + 3, STARTED_SECONDS)
     eventually(lambda: ws.condition().get("status") == "True")
     complete = [step["step"] for step in status["history"] if step["complete"]]
     assert complete == list(range(complete[0], complete[0] + len(complete))), complete
@@ -78,7 +87,7 @@ def test_a_crash_of_one_agent_of_a_shared_pod_starts_the_whole_group_anew(
     ws.wait_ready()
     ws.kill_agent("demo-group-0", "receiver")
     eventually(lambda: restarts(ws.pods()["demo-group-0"]) == 1)
-    eventually(lambda: ws.condition().get("status") == "True", 180)
+    eventually(lambda: ws.condition().get("status") == "True", STARTED_SECONDS)
 
 
 def test_a_deleted_pod_is_made_anew_and_joins(pod_cluster: PodCluster, pod_namespace: str) -> None:
@@ -89,7 +98,7 @@ def test_a_deleted_pod_is_made_anew_and_joins(pod_cluster: PodCluster, pod_names
     eventually(
         lambda: uids(ws.pods()).get("demo-receivers-0", before["demo-receivers-0"])[0] != before["demo-receivers-0"][0]
     )
-    eventually(lambda: ws.condition().get("status") == "True", 180)
+    eventually(lambda: ws.condition().get("status") == "True", STARTED_SECONDS)
     assert uids(ws.pods())["demo-sender-0"] == before["demo-sender-0"]
 
 

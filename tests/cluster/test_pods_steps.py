@@ -11,7 +11,7 @@ import pytest
 from operator_process import eventually
 from pod_cluster import RESTRICTED, Lines, PodCluster, WeightSyncOnCluster, ended_at, manifest, restarts
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 
 CPU_TRANSPORTS = {"Dedicated": "NCCL", "Node": "NCCL", "Colocated": "IPC"}
 """As they are decided; on the CPU gloo stands in for NCCL and shared memory for IPC."""
