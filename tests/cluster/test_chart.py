@@ -64,6 +64,17 @@ def namespace(plane: ControlPlane, prefix: str, **labels: str) -> Iterator[str]:
     plane.kubectl("delete", "namespace", name, "--ignore-not-found", "--wait=false")
 
 
+def established(cluster: Kubectl, *names: str) -> None:
+    """`kubectl wait` fails where there are no conditions yet."""
+    words = ["wait", "--for=condition=Established", "--timeout=30s", *(f"crd/{name}" for name in names)]
+    eventually(lambda: cluster.run(*words, check=False).returncode == 0)
+
+
+def applied(cluster: Kubectl, tree: Tree, where: str) -> None:
+    """The API server serves a definition some moments after Helm has made it."""
+    eventually(lambda: cluster.apply(tree, where).returncode == 0)
+
+
 def pod_uids(cluster: Kubectl, where: str) -> dict[str, str]:
     return {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in cluster.list("pods", where)}
 
@@ -86,7 +97,7 @@ def test_lint_finds_nothing(helm: Helm, values: Path) -> None:
 def test_the_api_server_takes_what_is_rendered(plane: ControlPlane, helm: Helm, values: Path) -> None:
     plane.kubectl("apply", "--server-side", "-f", str(MONITORING))
     crds = [tree["metadata"]["name"] for tree in yaml.safe_load_all(MONITORING.read_text())]
-    plane.kubectl("wait", "--for=condition=Established", "--timeout=30s", *(f"crd/{name}" for name in crds))
+    established(plane, *crds)
     watched = yaml.safe_load(values.read_text()).get("watchNamespaces", [])
     home = f"home-{uuid.uuid4().hex[:8]}"
     for name in (home, *watched):
@@ -105,7 +116,7 @@ def test_the_api_server_takes_what_is_rendered(plane: ControlPlane, helm: Helm, 
 
 def test_the_tests_weightsync_is_valid(plane: ControlPlane, helm: Helm, home: str) -> None:
     helm.install(home, "--set", "imagePullSecrets[0].name=registry")
-    plane.kubectl("wait", "--for=condition=Established", f"crd/{CRD}", "--timeout=30s")
+    established(plane, CRD)
     (text,) = (tree["data"]["weightsync.yaml"] for tree in rendered_test(helm, home) if tree["kind"] == "ConfigMap")
     plane.kubectl("apply", "--server-side", "--dry-run=server", "--validate=strict", "-f", "-", stdin=text)
 
@@ -219,7 +230,7 @@ def rights(cluster: Kubectl, role: str, where: str = "default") -> set[tuple[str
 
 def work_through(cluster: ControlPlane, where: str, sender: Sender) -> None:
     """All that an operator does for one WeightSync."""
-    assert cluster.apply(manifest(receivers={"replicas": 2}), where).returncode == 0
+    applied(cluster, manifest(receivers={"replicas": 2}), where)
     eventually(lambda: len(cluster.list("pods", where)) == 3)
     run_pods(cluster, where, sender)
     sender.step()
@@ -303,7 +314,7 @@ def test_what_is_kept_at_uninstall_is_the_definition_and_its_weightsyncs(
     helm.install(home)
     with InstalledOperator(plane, home) as operator:
         eventually(lambda: operator.get("readyz") == "ok\n")
-        assert plane.apply(manifest(), team).returncode == 0
+        applied(plane, manifest(), team)
         eventually(lambda: len(plane.list("pods", team)) == 2)
         pods = pod_uids(plane, team)
         helm.uninstall(home)
@@ -324,7 +335,7 @@ def test_nothing_is_left_at_uninstall_where_the_definition_is_not_kept(
     helm.install(home, "--set", "crds.keep=false")
     with InstalledOperator(plane, home) as operator:
         eventually(lambda: operator.get("readyz") == "ok\n")
-        assert plane.apply(manifest(), team).returncode == 0
+        applied(plane, manifest(), team)
         eventually(lambda: len(plane.list("pods", team)) == 2)
         helm.uninstall(home)
         operator.process.terminate()
@@ -357,7 +368,7 @@ def test_an_operator_of_some_namespaces_has_rights_in_no_other(
         helm.install(home, "--set", f"watchNamespaces={{{team}}}")
         with InstalledOperator(plane, home) as operator:
             eventually(lambda: operator.get("readyz") == "ok\n")
-            assert plane.apply(manifest(), other).returncode == 0
+            applied(plane, manifest(), other)
             work_through(plane, team, sender)
             assert operator.forbidden() == []
             assert plane.list("pods", other) == []
@@ -375,12 +386,12 @@ def test_one_of_its_namespaces_that_goes_does_not_stop_the_operator_of_several(
         with InstalledOperator(plane, home) as operator:
             eventually(lambda: operator.get("readyz") == "ok\n")
             plane.kubectl("delete", "namespace", gone, "--timeout=50s")
-            assert plane.apply(manifest("before"), team).returncode == 0
+            applied(plane, manifest("before"), team)
             eventually(lambda: len(plane.list("pods", team)) == 2)
             operator.process.terminate()
             assert operator.process.wait(15) == 0
         with InstalledOperator(plane, home):
-            assert plane.apply(manifest("after"), team).returncode == 0
+            applied(plane, manifest("after"), team)
             eventually(lambda: len(plane.list("pods", team)) == 4)
 
 
