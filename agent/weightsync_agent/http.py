@@ -94,6 +94,7 @@ class AgentServer:
         self._socket = self._listen(address, rank)
         self._loop = asyncio.new_event_loop()
         self._stepped = asyncio.Event()
+        self._pid = os.getpid()
         self._polls = 0
         self._asked_at = float("-inf")
         self._told_end = threading.Event()
@@ -118,12 +119,17 @@ class AgentServer:
 
         A local run always reads, but steps may be over before it has asked for the first time.
         """
+        if os.getpid() != self._pid:
+            return
         if self.agent.report().finished and (bound() or time.monotonic() - self._asked_at < READER_SECONDS):
             self._told_end.wait(seconds)
 
     def close(self) -> None:
-        """Stops serving and takes the socket's file away. Idempotent."""
-        if self._closing.is_set():
+        """Stops serving and takes the socket's file away. Idempotent.
+
+        In a process that was forked from the server's it does nothing: thread and file are the parent's.
+        """
+        if self._closing.is_set() or os.getpid() != self._pid:
             return
         self._closing.set()
         with contextlib.suppress(RuntimeError):

@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import time
+import warnings
 from collections import Counter
 from contextlib import suppress
 
@@ -50,6 +51,8 @@ class Router:
         self.lock = threading.RLock()
         self.closed = False
         self.lobby: Lobby
+        self._name = f"{config.namespace}/{config.name}"
+        self._pid = os.getpid()
         self._channel: StepChannel | None = None
         self._last_step = 0
         self._errors = errors
@@ -57,7 +60,12 @@ class Router:
         self._publisher: Publisher
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator = wire.authenticate(self._context, config.curve_dir)
-        self._socket = wire.bind_router(self._context, config.bind, config.curve_dir)
+        try:
+            self._socket = wire.bind_router(self._context, config.bind, config.curve_dir)
+        except BaseException:
+            self._end_zmq()
+            raise
+        self._abandoned = False
         self._wake = threading.Event()
         self._service = threading.Thread(target=self._serve, name="weightsync-sender", daemon=True)
 
@@ -172,7 +180,7 @@ class Router:
 
     def _serve(self) -> None:
         """Admits receivers between steps. The lock is only tried: while a step runs, the step takes messages in."""
-        while not self._wake.wait(SERVICE_SECONDS):
+        while not self._wake.wait(SERVICE_SECONDS) and not self._abandoned:
             if not self.lock.acquire(blocking=False):
                 continue
             try:
@@ -187,6 +195,25 @@ class Router:
                 log.exception("a receiver's message could not be handled")
             finally:
                 self.lock.release()
+        if self._abandoned and not self.closed:
+            self.closed = True
+            # As a crash would: receivers keep what they have, and wait for the next sender.
+            self._socket.close(linger=0)
+            self._transport.close()
+            self._end_zmq()
+
+    def abandon(self) -> None:
+        """Nobody holds the sender any more: the service thread, which nothing else would end, gives everything back.
+
+        For a finalizer, so it takes no lock: it may run in any thread, wherever that stands.
+        """
+        if self.closed or os.getpid() != self._pid:
+            return
+        warnings.warn(
+            f"the Sender of WeightSync {self._name} was dropped without close()", ResourceWarning, stacklevel=2
+        )
+        self._abandoned = True
+        self._wake.set()
 
     def farewell(self, reason: str) -> None:
         """Says goodbye to every receiver and closes the socket. Under `lock`, once; `stop` follows without it."""
@@ -200,6 +227,9 @@ class Router:
         self._wake.set()
         if threading.current_thread() is not self._service:
             self._service.join(timeout=2 * SERVICE_SECONDS)
+        self._end_zmq()
+
+    def _end_zmq(self) -> None:
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.term()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
+import weakref
 from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
@@ -128,10 +129,11 @@ class Sender:
             ),
         )
         self._addresses = Addresses(self._gatherer.names, tensors) if self._gatherer.plain else Addresses((), ())
-        self._meter = meter_for(self.device, lambda: self._transport.owned_bytes)
+        transport = self._transport
+        self._meter = meter_for(self.device, lambda: transport.owned_bytes)
         try:
             self._router = Router(config, self.errors)
-        except ConfigError:
+        except BaseException:
             self._transport.close()
             raise
         lobby = Lobby(config, self.session, self.manifest, self._transport, self._router.send, self.errors)
@@ -142,6 +144,8 @@ class Sender:
         self._publisher = Publisher(self._log, self.identity, self._transport, lobby.peers)
         self._publisher.publish()
         self._router.start(lobby, self._transport, self._publisher)
+        # Nothing that the service thread holds may hold this Sender, or it would never be collected.
+        weakref.finalize(self, self._router.abandon).atexit = False
 
     @classmethod
     def from_env(

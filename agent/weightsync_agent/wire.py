@@ -5,6 +5,8 @@ The sender binds a ROUTER, receivers connect a DEALER. Options: http://api.zerom
 
 from __future__ import annotations
 
+import socket as sockets
+from contextlib import closing
 from pathlib import Path
 
 import zmq
@@ -24,13 +26,28 @@ HIGH_WATER_MARK = 1_000
 LINGER_MILLISECONDS = 1_000
 """How long a closing socket still tries to deliver a Bye."""
 
+GREETING_SECONDS = 2.0
+"""How long an answer is waited for on a socket path that somebody listens at: ZMTP's greeting comes at once, and from a
+process of its own I/O threads (https://rfc.zeromq.org/spec/23/)."""
+
 SERVER_KEY, CLIENT_KEY = "sender", "receiver"
 """File names of the CURVE certificates in `curve_dir`: sender.key(_secret), receiver.key(_secret)."""
 
 
 def bind_router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, curve_dir: str) -> zmq.Socket[bytes]:
     """The sender's socket. Raises ConfigError when the endpoint can't be bound or a key is missing."""
+    if endpoint.startswith("ipc://") and _answers(endpoint.removeprefix("ipc://")):
+        raise ConfigError(f"the sender can't bind {endpoint}: another sender runs there; end it, or wait until it ends")
     socket = context.socket(zmq.ROUTER)
+    try:
+        _serve_at(socket, endpoint, curve_dir)
+    except BaseException:
+        socket.close(linger=0)
+        raise
+    return socket
+
+
+def _serve_at(socket: zmq.Socket[bytes], endpoint: str, curve_dir: str) -> None:
     _common(socket)
     # A message to a peer that is gone raises (EHOSTUNREACH) instead of vanishing: this is how a dead receiver is seen.
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -41,11 +58,26 @@ def bind_router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, curve_di
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
-        socket.close(linger=0)
         raise ConfigError(
             f"the sender can't bind {endpoint}: {error.strerror}; is another sender running there?"
         ) from None
-    return socket
+
+
+def _answers(path: str) -> bool:
+    """Whether a sender serves a socket path: libzmq takes away a socket's file that is there, whoever listens at it.
+
+    Who was killed doesn't answer, though a child that it forked may still hold its listening socket. A path that begins
+    with @ is no file, and binding it fails by itself.
+    """
+    if path.startswith("@"):
+        return False
+    with closing(sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)) as probe:
+        probe.settimeout(GREETING_SECONDS)
+        try:
+            probe.connect(path)
+            return probe.recv(1) == b"\xff"
+        except OSError:
+            return False
 
 
 def connect_dealer(

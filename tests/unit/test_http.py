@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import signal
 import socket
 import stat
 import tempfile
@@ -17,6 +19,7 @@ import prometheus_client
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
+from weightsync_agent import runtime
 from weightsync_agent.errors import Closed, ConfigError, StepFailed
 from weightsync_agent.http import MAX_SOCKET_PATH, AgentServer
 from weightsync_agent.receiver import Receiver
@@ -283,6 +286,23 @@ def test_the_socket_of_a_killed_agent_is_taken_over(group: Group, directory: Pat
     server = AgentServer(group.sender, f"unix:{directory}", 5)
     assert ask(server, "/healthz")[0] == 200
     server.close()
+
+
+def test_a_forked_child_that_ends_takes_nothing_of_its_parents_away(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime, "_server", group.receiving)  # what `attach` keeps until the interpreter's end
+    child = os.fork()
+    if child == 0:
+        signal.alarm(WAIT_SECONDS)  # a child that hangs ends, and not well
+        code = 1
+        try:
+            runtime.detach()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert ask(group.receiving, "/healthz")[0] == 200
 
 
 def test_a_socket_is_for_its_user_alone_and_goes_with_the_server(group: Group, directory: Path) -> None:

@@ -1,0 +1,91 @@
+"""How a Sender begins and ends: an endpoint is one sender's, and whatever ends it gives everything back."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import samples
+import zmq.auth
+from peers_by_hand import eventually
+from weightsync_agent.errors import ConfigError
+from weightsync_agent.sender import Sender
+
+THREADS = 2
+"""Of one ZeroMQ context: I/O and reaper."""
+
+
+def zmq_threads() -> int:
+    """Threads of this process that belong to a ZeroMQ context."""
+    names = [task / "comm" for task in Path("/proc/self/task").iterdir()]
+    return sum(name.read_text().startswith("ZMQ") for name in names if name.exists())
+
+
+def listeners(path: Path) -> int:
+    return sum(line.endswith(f" {path}") for line in Path("/proc/net/unix").read_text().splitlines())
+
+
+def test_second_sender_at_an_endpoint_is_refused_and_the_first_goes_on(make_config, joined, run_dir) -> None:
+    config = make_config()
+    receiver = joined(config)
+    with Sender(samples.mixed(0), config=config) as sender:
+        assert sender.step().complete
+        with pytest.raises(ConfigError, match=r"can't bind ipc://.*another sender runs there"):
+            Sender(samples.mixed(0), config=config)
+        assert sender.step().complete
+        eventually(lambda: receiver.whole == [1, 2], "both steps arrived")
+
+
+def test_socket_of_a_sender_that_was_killed_is_taken_over(make_config, joined, run_dir) -> None:
+    config = make_config()
+    # A child that the dead sender forked still holds its listening socket, and answers nobody.
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as orphan:
+        orphan.bind(str(run_dir / "control"))
+        orphan.listen()
+        joined(config)
+        with Sender(samples.mixed(0), config=config) as sender:
+            assert sender.step().complete
+
+
+@pytest.mark.parametrize("keys", [False, True])
+def test_sender_that_can_not_bind_leaves_nothing_behind(keys, make_config, run_dir, tmp_path) -> None:
+    if keys:
+        zmq.auth.create_certificates(tmp_path, "sender")
+    config = make_config(bind=f"ipc://{run_dir}/no/such/directory", curve_dir=str(tmp_path) if keys else "")
+    threads, descriptors = zmq_threads(), len(os.listdir("/proc/self/fd"))
+    weights = samples.mixed(0)
+    with pytest.raises(ConfigError, match="can't bind") as failure:
+        Sender(weights, config=config, adopt=True)
+    assert zmq_threads() == threads
+    assert all(not thread.name.startswith("weightsync") for thread in threading.enumerate())
+    del weights, failure  # the arena is the tensors' memory, and the traceback still holds the half-made Sender
+    eventually(lambda: len(os.listdir("/proc/self/fd")) <= descriptors, "its descriptors are closed")
+
+
+def test_sender_that_is_dropped_without_close_gives_everything_back(make_config, joined, run_dir) -> None:
+    config = make_config(mode="Direct")
+    receiver = joined(config)
+    eventually(lambda: zmq_threads() == THREADS, "the receiver's context has named its threads")
+    weights = samples.mixed(0)
+    sender = Sender(weights, config=config, adopt=True)
+    assert sender.step().complete
+    service, gone = sender._router._service, weakref.ref(sender)
+    with pytest.warns(ResourceWarning, match="dropped without close"):
+        del sender
+    assert gone() is None
+    service.join(60)
+    assert not service.is_alive()
+    assert zmq_threads() == THREADS
+    assert listeners(run_dir / "control") == 0
+    # As after a crash, the receiver keeps what it has and joins the next one.
+    eventually(lambda: receiver.whole == [1], "the first step arrived")
+    assert receiver.ended is None
+    weights["large"].add_(1)
+    with Sender(weights, config=config, adopt=True) as second:
+        assert second.step().step == 2
+    eventually(lambda: receiver.whole == [1, 2], "and the second")
+    assert samples.fingerprint(receiver.loader.weights) == samples.fingerprint(weights)
