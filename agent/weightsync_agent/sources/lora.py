@@ -37,7 +37,7 @@ def merged(model: torch.nn.Module) -> dict[str, torch.Tensor | Computed]:
     """The model that a peft model stands for, under the base's names: for `Sender(source=...)`.
 
     Which adapters are active, and whether they are merged or disabled, is looked at in each step. Values are those of
-    peft's `merge_and_unload`, DoRA and other variants included. Raises ConfigError, naming the layer, where peft has
+    peft's `merge_and_unload(safe_merge=True)`, DoRA and other variants included. Raises ConfigError, naming the layer, where peft has
     adapted it otherwise than by LoRA, or where the base is quantised.
     """
     made = _merges(model)
@@ -100,7 +100,7 @@ def _merges(model: torch.nn.Module) -> dict[int, Callable[[], torch.Tensor]]:
 
 
 def _merged_weight(layer: LoraLayer, weight: torch.Tensor) -> torch.Tensor:
-    """As `LoraLayer.merge` writes it into the base, in a tensor of its own."""
+    """What `LoraLayer.merge(safe_merge=True)` would write into the base, in a tensor of its own."""
     active = _active(layer)
     if not active:
         return weight
@@ -108,7 +108,7 @@ def _merged_weight(layer: LoraLayer, weight: torch.Tensor) -> torch.Tensor:
     for adapter in active:
         variant = layer.lora_variant.get(adapter)
         if variant is None:
-            result += layer.get_delta_weight(adapter)
+            result += layer.get_delta_weight(adapter).to(weight.dtype)
         else:
             result = variant.merge_safe(layer, adapter, result)
     return result
@@ -118,7 +118,7 @@ def _merged_bias(layer: LoraLayer, bias: torch.Tensor) -> torch.Tensor:
     result = bias.detach().clone()
     for adapter in _active(layer):
         if layer.lora_bias[adapter]:
-            result += layer.lora_B[adapter].bias * layer.scaling[adapter]
+            result += (layer.lora_B[adapter].bias * layer.scaling[adapter]).to(bias.dtype)
     return result
 
 
