@@ -213,7 +213,8 @@ def test_a_handle_is_read_back_as_it_was_written_and_opens_nothing() -> None:
     ("place", "value"),
     [
         (1, torch.Size([64] * 20)), (1, [64]), (2, "x"), (3, -1), (3, 1 << 60), (5, "uint8"),
-        (7, b"x" * 999), (7, None), (8, 0), (8, -1), (8, 1 << 60), (9, -1), (11, b"/etc/passwd"), (11, b"/torch_../x"), (11, None), (12, -1),
+        (7, b"x" * 999), (7, None), (8, 0), (8, -1), (8, 1 << 60), (9, -1), (11, b"/etc/passwd"),
+        (11, b"/torch_../x"), (11, None), (12, -1),
         (13, b"x" * 1000), (14, None),
     ],
 )  # fmt: skip
@@ -238,8 +239,8 @@ PLACED = [
 
 
 def test_buckets_are_read_back_as_they_were_written() -> None:
-    assert read_verl_bucket(write_verl_bucket(PLACED, True)) == (PLACED, True)
-    assert read_verl_bucket(write_verl_bucket([], False)) == ([], False)
+    assert read_verl_bucket(write_verl_bucket(PLACED, 512, True)) == (PLACED, 512, True)
+    assert read_verl_bucket(write_verl_bucket([], 0, False)) == ([], 0, False)
     assert read_payload(write_bucket(PLACED), PEER) == PLACED
     assert read_verl_start(write_verl_start(FileHandle(name="n", nbytes=5))) == FileHandle(name="n", nbytes=5)
     with pytest.raises(WireRefused, match="sent no bucket"):
@@ -258,7 +259,7 @@ GOOD = {"name": "a", "shape": torch.Size([3]), "dtype": torch.float32, "offset":
     ],
 )  # fmt: skip
 def test_a_tensor_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
-    assert read_verl_bucket(dumps({"bucket_meta": {"a": GOOD}, "is_last": True}))[1]
+    assert read_verl_bucket(dumps({"bucket_meta": {"a": GOOD}, "is_last": True}))[2]
     with pytest.raises(WireRefused):
         read_verl_bucket(dumps({"bucket_meta": {"a": GOOD | changes}, "is_last": True}))
 

@@ -91,8 +91,10 @@ def write_handle(handle: Handle) -> bytes:
     return dumps((rebuild_cuda_tensor, arguments))
 
 
-def write_verl_bucket(placed: Sequence[Placed], is_last: bool) -> bytes:
-    return dumps({"bucket_meta": {p.entry.name: {**_plain(p), "handle": None} for p in placed}, "is_last": is_last})
+def write_verl_bucket(placed: Sequence[Placed], start: int, is_last: bool) -> bytes:
+    """`start`: the first byte of the bucket in the buffer; verl, whose buckets all start at 0, does not look at it."""
+    metas = {p.entry.name: {**_plain(p), "handle": None} for p in placed}
+    return dumps({"bucket_meta": metas, "is_last": is_last, "start": start})
 
 
 def write_verl_end() -> bytes:
@@ -133,8 +135,8 @@ def read_verl_start(message: bytes) -> Handle:
     return _handle(value, "verl's sender")
 
 
-def read_verl_bucket(message: bytes) -> tuple[list[Placed], bool]:
-    """The bucket's tensors and whether it is the last. Raises WireRefused."""
+def read_verl_bucket(message: bytes) -> tuple[list[Placed], int, bool]:
+    """The bucket's tensors, its first byte in the buffer, and whether it is the last. Raises WireRefused."""
     value = loads(message, "verl's sender")
     if not isinstance(value, dict) or not isinstance(value.get("bucket_meta"), dict):
         raise WireRefused("verl's sender sent no bucket: it is another version than the tested one, or broke off")
@@ -142,7 +144,10 @@ def read_verl_bucket(message: bytes) -> tuple[list[Placed], bool]:
     placed = [_placed(meta, "verl's sender") for meta in metas.values()]
     if [p.entry.name for p in placed] != list(metas):
         raise WireRefused("verl's sender calls a tensor by two names in one bucket")
-    return placed, value.get("is_last") is True
+    start = value.get("start", 0)
+    if type(start) is not int or not 0 <= start <= MAX_BYTES:
+        raise WireRefused(f"verl's sender starts a bucket at byte {start!r}"[:200])
+    return placed, start, value.get("is_last") is True
 
 
 def read_handle(message: bytes, peer: str) -> Handle:

@@ -12,6 +12,7 @@ from weightsync_api.reports import AgentState, ReceiverStep, StepReport
 
 from ..deadline import Deadline
 from ..errors import Closed, ConfigError, JoinTimeout, StepFailed, TransportError
+from ..names import NameRules
 from ..sources.module import Weights
 from .bucket_source import BucketSource
 from .lent_memory import RELEASE_SECONDS, lend
@@ -36,15 +37,18 @@ class BucketSender:
         allow_object_wire: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
         dtype: torch.dtype | None = None,
+        names: NameRules = (),
+        each_rank: bool = False,
         join_timeout_seconds: float = 120.0,
         step_timeout_seconds: float = 300.0,
     ) -> None:
-        """`source`, `dtype`: as for Sender. `bucket_bytes`: grows to the largest tensor where that is larger.
+        """`source`, `dtype`, `names`, `each_rank`: as for Sender. `bucket_bytes`: grows to the largest tensor
+        where that is larger.
 
         Raises ConfigError, naming the tensor, for weights that can't be sent, and where `allow_object_wire` is not set.
         """
         require_allowed(allow_object_wire, self.peer)
-        self._source = BucketSource(source, bucket_bytes, dtype)
+        self._source = BucketSource(source, bucket_bytes, dtype, names, each_rank)
         self._join_timeout, self._step_timeout = join_timeout_seconds, step_timeout_seconds
         self._lent = lend(self._source.nbytes, self._source.device, self.prefix)
         self._closed = False

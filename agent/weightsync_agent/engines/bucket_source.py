@@ -11,6 +11,7 @@ import torch
 from ..copy_plan import Bounces, CopyPlan, Pair, byte_view, pack_pairs
 from ..errors import ConfigError
 from ..manifest import align, layout
+from ..names import NameRules
 from ..sources.module import Weights, gatherer_for
 from .bucket_messages import Placed
 
@@ -18,8 +19,15 @@ from .bucket_messages import Placed
 class BucketSource:
     """Raises ConfigError, naming the tensor, for what can't be sent: meta, sparse, quantised, a name twice."""
 
-    def __init__(self, source: Weights, bucket_bytes: int, dtype: torch.dtype | None = None) -> None:
-        self.gatherer = gatherer_for(source, dtype)
+    def __init__(
+        self,
+        source: Weights,
+        bucket_bytes: int,
+        dtype: torch.dtype | None = None,
+        names: NameRules = (),
+        each_rank: bool = False,
+    ) -> None:
+        self.gatherer = gatherer_for(source, dtype, names, each_rank=each_rank)
         if not self.gatherer.tensors:
             raise ConfigError("there are no weights to send: the source has no tensors")
         devices = {tensor.device for tensor in self.gatherer.tensors}
@@ -82,14 +90,18 @@ class BucketSource:
     def _pack_gathered(self, bucket: int) -> None:
         pieces = self._layout.buckets[bucket]
         tensors = self.gatherer.gather([piece.tensor for piece in pieces])
-        start = bucket % 2 * self.half
+        start = self.start(bucket)
         for piece, tensor in zip(pieces, tensors, strict=True):
             place = start + piece.bucket_offset
             self._buffer[place : place + piece.nbytes].copy_(byte_view(tensor))
 
+    def start(self, bucket: int) -> int:
+        """First byte in the buffer of the half that this bucket goes through."""
+        return bucket % 2 * self.half
+
     def placed(self, bucket: int) -> list[Placed]:
         """The bucket's tensors and their places in the buffer; tied ones lie at one place, empty ones in bucket 0."""
-        start = bucket % 2 * self.half
+        start = self.start(bucket)
         found: list[Placed] = []
         if bucket == 0:
             found += [Placed(entry, 0) for entry in self.manifest.tensors if not entry.nbytes]

@@ -21,6 +21,7 @@ from weightsync_api.reports import StepReport
 from ..deadline import Deadline
 from ..errors import StepTimeout, TransportError, WeightSyncError
 from ..manifest import Manifest
+from ..names import NameRules
 from ..sources.module import Weights
 from ..targets import LoadWeights, Target
 from .bucket_messages import read_handle, read_payload, write_bucket, write_error, write_handle, write_none
@@ -53,6 +54,8 @@ class CheckpointEngineSender(BucketSender):
         allow_object_wire: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
         dtype: torch.dtype | None = None,
+        names: NameRules = (),
+        each_rank: bool = False,
         join_timeout_seconds: float = 120.0,
         step_timeout_seconds: float = 300.0,
     ) -> None:
@@ -62,6 +65,8 @@ class CheckpointEngineSender(BucketSender):
             allow_object_wire=allow_object_wire,
             bucket_bytes=bucket_bytes,
             dtype=dtype,
+            names=names,
+            each_rank=each_rank,
             join_timeout_seconds=join_timeout_seconds,
             step_timeout_seconds=step_timeout_seconds,
         )

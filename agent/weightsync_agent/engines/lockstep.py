@@ -41,6 +41,7 @@ class Lockstep:
         """Called while waiting; raises where there is nothing to wait for any more."""
         self._peers = 0
         self._gone = False
+        self._bound = False
         self._turn = self._asks
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.REQ if self._asks else zmq.REP)
@@ -64,6 +65,7 @@ class Lockstep:
             _clear(self._path)
         try:
             self._socket.bind(self.address)
+            self._bound = True
             if self._path is not None:
                 self._path.chmod(0o600)  # to connect needs the right to write: nobody else's business
         except (zmq.ZMQError, OSError) as error:
@@ -170,7 +172,7 @@ class Lockstep:
         self._monitor.close(linger=0)
         self._socket.close()
         self._context.term()
-        if self._asks and self._path is not None:
+        if self._bound and self._path is not None:
             self._path.unlink(missing_ok=True)
 
 

@@ -17,6 +17,7 @@ from weightsync_api.reports import StepReport
 from ..deadline import Deadline
 from ..errors import ManifestMismatch, StepTimeout, TransportError
 from ..manifest import ALIGNMENT
+from ..names import NameRules
 from ..sources.module import Weights
 from .bucket_messages import (
     FileHandle,
@@ -52,6 +53,8 @@ class VerlSender(BucketSender):
         allow_object_wire: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
         dtype: torch.dtype | None = None,
+        names: NameRules = (),
+        each_rank: bool = False,
         join_timeout_seconds: float = 120.0,
         step_timeout_seconds: float = 300.0,
     ) -> None:
@@ -61,6 +64,8 @@ class VerlSender(BucketSender):
             allow_object_wire=allow_object_wire,
             bucket_bytes=bucket_bytes,
             dtype=dtype,
+            names=names,
+            each_rank=each_rank,
             join_timeout_seconds=join_timeout_seconds,
             step_timeout_seconds=step_timeout_seconds,
         )
@@ -87,7 +92,8 @@ class VerlSender(BucketSender):
         for bucket in range(last + 1):
             what = f"bucket {bucket} of {last + 1}"
             self._lent.settle()
-            channel.send(write_verl_bucket(self._source.placed(bucket), bucket == last), deadline, what)
+            place, placed = self._source.start(bucket), self._source.placed(bucket)
+            channel.send(write_verl_bucket(placed, place, bucket == last), deadline, what)
             if bucket < last:
                 self._pack(bucket + 1)  # into the other half, while verl loads this one
             self._expect_empty(channel.receive(deadline, what), what)
@@ -135,14 +141,14 @@ class VerlReceiver(BucketReceiver):
         while True:
             what = f"bucket {buckets}" + (f" (after {type(failure).__name__}: {failure})" if failure else "")
             try:
-                placed, is_last = read_verl_bucket(channel.receive(deadline, what))
+                placed, start, is_last = read_verl_bucket(channel.receive(deadline, what))
             except (TransportError, StepTimeout) as error:
                 if failure is not None and not isinstance(error, WireRefused):
                     raise failure from error
                 raise
             if failure is None:
                 try:
-                    self._take_bucket(placed, buffer, what)
+                    self._take_bucket(placed, start, buffer, what)
                 except Exception as error:  # load_weights may raise anything
                     failure = error.with_traceback(None)  # its frames would hold views of the buffer
             buckets += 1
@@ -150,8 +156,8 @@ class VerlReceiver(BucketReceiver):
                 return failure, buckets, self._target.nbytes
             channel.send(b"", deadline, what)
 
-    def _take_bucket(self, placed: Sequence[Placed], buffer: Borrowed, what: str) -> None:
-        if (gap := _gap(placed)) is not None:
+    def _take_bucket(self, placed: Sequence[Placed], start: int, buffer: Borrowed, what: str) -> None:
+        if (gap := _gap(placed, start)) is not None:
             raise ManifestMismatch(
                 f"{what}: bytes {gap[0]} to {gap[1]} were packed and belong to no tensor: {self.peer} was given one "
                 "name twice, and the later tensor took the place of the earlier in silence"
@@ -160,13 +166,13 @@ class VerlReceiver(BucketReceiver):
         self._target.take(placed, buffer, what, self.peer)
 
 
-def _gap(placed: Sequence[Placed]) -> tuple[int, int] | None:
-    """Bytes that no tensor of the bucket has, beyond what aligning explains.
+def _gap(placed: Sequence[Placed], start: int) -> tuple[int, int] | None:
+    """Bytes from `start` on that no tensor of the bucket has, beyond what aligning explains.
 
     verl packs tensor behind tensor, each at a multiple of its own element's size; other senders of this wire at a
     multiple of ALIGNMENT at most. A name that comes twice has one place in verl's dict, and the bytes of two.
     """
-    end = 0
+    end = start
     for one in sorted((p for p in placed if p.handle is None and p.entry.nbytes), key=lambda p: p.offset):
         size = one.entry.torch_dtype.itemsize
         fits_size = one.offset - end < size and one.offset % size == 0
