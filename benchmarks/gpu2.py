@@ -115,7 +115,7 @@ def rows(models: Sequence[str], steps: int, soak: int, progress: Progress) -> It
         mapped = Plan(cases=[case(model, "ipc", TransferMode.DIRECT, steps)], soak=False, peers=False)
         yield from (_mapped(row) for row in run(mapped, progress).rows if row.peer is None)
     if soak:
-        model = models[min(1, len(models) - 1)]
+        model = models[0]
         for transport, mode in (("nccl", TransferMode.PACKED), ("ipc", TransferMode.DIRECT)):
             plan = Plan(cases=[case(model, transport, mode, soak)], soak=True, peers=False)
             yield from (_mapped(row) for row in run(plan, progress).rows if row.peer is None)
@@ -132,7 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", help=f"repeatable; default: {', '.join(MODELS)}")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--soak", type=int, default=1000, help="steps of the soak at the second model; 0: none")
+    parser.add_argument("--soak", type=int, default=1000, help="steps of the soak at the first model; 0: none")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     options = parser.parse_args()
     if torch.cuda.device_count() < 2:

@@ -69,17 +69,16 @@ class Variant:
 LIBRARY = Variant()
 VARIANTS = (
     LIBRARY,
-    replace(LIBRARY, register="slots"),
-    replace(LIBRARY, register="all"),
-    replace(LIBRARY, call_buckets=4),
     replace(LIBRARY, call_buckets=8),
-    replace(LIBRARY, straight=2 * MIB),
-    replace(LIBRARY, straight=16 * MIB),
+    replace(LIBRARY, call_buckets=32),
+    replace(LIBRARY, straight=16 * MIB, call_buckets=8),
+    replace(LIBRARY, straight=32 * MIB, call_buckets=8),
     replace(LIBRARY, straight=256 * MIB),
-    replace(LIBRARY, lone=256 * MIB),
-    replace(LIBRARY, bucket=128 * MIB, slots=3, call_buckets=4),
-    replace(LIBRARY, bucket=128 * MIB, slots=4, call_buckets=4),
+    replace(LIBRARY, bucket=128 * MIB, slots=4, straight=16 * MIB, call_buckets=16),
+    replace(LIBRARY, register="all", call_buckets=8),
     replace(LIBRARY, mode="Direct"),
+    replace(LIBRARY, mode="Direct", call_buckets=32),
+    replace(LIBRARY, mode="Direct", register="all", call_buckets=32),
 )
 
 

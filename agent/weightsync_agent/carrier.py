@@ -96,7 +96,7 @@ class Carrier:
         channel.wait_acks(channel.deadline.earlier(config.ack_timeout_seconds))
 
     def _begin(self, channel: StepChannel, digests: bytes = b"") -> protocol.Begin:
-        whole = self._transport.whole and not self.checks_late
+        whole = self._needs_no_commit(channel.verify)
         return protocol.Begin(
             step=channel.step,
             manifest_hash=self._manifest.hash,
@@ -106,6 +106,11 @@ class Carrier:
             flag_base=self._transport.flag_base,
             timeout_seconds=max(channel.deadline.remaining, 0.001),
         )
+
+    def _needs_no_commit(self, verify: bool) -> bool:
+        if self._transport.whole:
+            return not self.checks_late
+        return not (self._transport.commits or verify)
 
     def _regroup(self, channel: StepChannel) -> None:
         """Makes the collective's group anew where its members changed or the last step broke in it.

@@ -22,6 +22,16 @@ MAX_MESSAGE_BYTES = 512 << 20
 """A manifest of MAX_TENSORS tensors with long names fits; ZeroMQ drops a peer that sends more (ZMQ_MAXMSGSIZE)."""
 
 
+MAX_STEP = 1 << 53
+"""Steps go into JSON that others read as floating-point numbers; a receiver's word can't push them out of it."""
+
+LARGEST = (1 << 63) - 1
+MAX_SECONDS = 1e12
+
+_Step = Annotated[int, Field(ge=0, le=LARGEST)]
+_Index = Annotated[int, Field(ge=0, le=LARGEST)]
+_Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False)]
+
 _WIRE = ConfigDict(extra="forbid", frozen=True, ser_json_bytes="base64", val_json_bytes="base64")
 
 
@@ -41,14 +51,16 @@ class Identity(BaseModel):
     rank: int = Field(ge=0, le=65536)
     pod: str = Field(max_length=253)
     node: str = Field(max_length=253)
-    pid: int = Field(ge=0)
+    pid: int = Field(ge=0, le=LARGEST)
     pid_namespace: str = Field(default="", max_length=64, description="where `pid` counts: the link /proc/self/ns/pid")
-    uid: int = Field(ge=0)
+    uid: int = Field(ge=0, le=LARGEST)
     gpu: str = Field(default="", max_length=64, description="GPU UUID without the prefix `GPU-`; empty on CPU")
     shm: str = Field(default="", max_length=64, description="identity of /dev/shm: device and inode of its root")
     nccl_host: str = Field(default="", max_length=256, description="NCCL_HOSTID, where NCCL may map GPUs by it")
     gpu_nodes: int = Field(default=0, ge=0, le=65536, description="GPUs whose device nodes it sees; 0: unknown")
-    versions: dict[str, str] = Field(default_factory=dict, max_length=32)
+    versions: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=256)]] = Field(
+        default_factory=dict, max_length=32
+    )
 
 
 class Region(BaseModel):
@@ -86,8 +98,9 @@ class Offer(BaseModel):
     token: str = Field(default="", max_length=64, description="opens it, once")
     regions: tuple[Region, ...] = Field(default=(), max_length=64)
     handles: tuple[TorchHandle, ...] = Field(default=(), max_length=1_000_000)
-    placements: tuple[tuple[int, int], ...] | None = Field(
+    placements: tuple[tuple[_Index, _Index], ...] | None = Field(
         default=None,
+        max_length=1_000_000,
         description="Direct mode: (handle index, byte offset) of each tensor; None: one arena region, "
         "tensors at Manifest.arena_offsets",
     )
@@ -95,25 +108,28 @@ class Offer(BaseModel):
 
 class Hello(Message):
     kind: Literal["Hello"] = "Hello"
-    protocol: int
+    protocol: _Index
     namespace: str = Field(max_length=253)
     name: str = Field(max_length=253)
     identity: Identity
     manifest_hash: str = Field(default="", max_length=64, description="of the manifest that it still has; or empty")
-    step: int = Field(default=0, ge=0, description="last step that it holds whole: a new sender goes on after it")
+    step: int = Field(
+        default=0, ge=0, le=MAX_STEP, description="last step that it holds whole: a new sender goes on after it"
+    )
 
 
 class Welcome(Message):
     kind: Literal["Welcome"] = "Welcome"
-    protocol: int
+    protocol: _Index
     session: str = Field(max_length=64)
     transport: Literal["IPC", "NCCL"]
     mode: Literal["Direct", "Packed"]
     manifest_hash: str = Field(max_length=64)
     manifest: Manifest | None = Field(default=None, description="absent where the receiver's hash is the same")
-    bucket_bytes: int = Field(gt=0)
+    bucket_bytes: int = Field(gt=0, le=LARGEST)
     slots: int = Field(ge=1, le=64)
     offer: Offer | None = None
+    offer_number: _Index = Field(default=0, description="a later Welcome takes this one's offer back")
 
 
 class Refuse(Message):
@@ -125,84 +141,88 @@ class Refuse(Message):
 class Differs(Message):
     kind: Literal["Differs"] = "Differs"
     differences: str = Field(max_length=65536)
+    offer_number: _Index = Field(default=0, description="of the Welcome that it answers")
 
 
 class Joined(Message):
     kind: Literal["Joined"] = "Joined"
     route: str = Field(max_length=64)
     self_test: str = Field(default="", max_length=64, description="digest that it read in the self-test, hexadecimal")
+    offer_number: _Index = Field(default=0, description="of the Welcome that it answers")
     queues: bool = Field(default=False, description="it queues buckets on its GPU's stream, ordered by flags (Packed)")
 
 
 class Admitted(Message):
     kind: Literal["Admitted"] = "Admitted"
-    step: int = Field(ge=0, description="the sender's last step")
+    step: _Step = Field(description="the sender's last step")
 
 
 class Regroup(Message):
     kind: Literal["Regroup"] = "Regroup"
-    epoch: int = Field(ge=1)
-    ranks: tuple[int, ...] = Field(max_length=65536, description="the sender's 0 first; a member's place is its rank")
+    epoch: int = Field(ge=1, le=LARGEST)
+    ranks: tuple[_Index, ...] = Field(
+        max_length=65536, description="the sender's 0 first; a member's place is its rank"
+    )
     rendezvous: str = Field(max_length=1024, description="host:port of the store (gloo) or unique id (NCCL, base64)")
-    timeout_seconds: float = Field(gt=0)
+    timeout_seconds: _Seconds
 
 
 class Regrouped(Message):
     kind: Literal["Regrouped"] = "Regrouped"
-    epoch: int = Field(ge=1)
+    epoch: int = Field(ge=1, le=LARGEST)
     route: str = Field(max_length=64)
 
 
 class Begin(Message):
     kind: Literal["Begin"] = "Begin"
-    step: int = Field(ge=1)
+    step: int = Field(ge=1, le=LARGEST)
     manifest_hash: str = Field(max_length=64)
     verify: bool
     whole: bool = Field(
-        description="the sender's tensors are complete and still: nothing more comes, `Commit` included"
+        description="nothing more comes, `Commit` included: who has received every byte holds the step whole"
     )
     digests: bytes = Field(default=b"", description="with `whole` and `verify`: as in Commit")
-    timeout_seconds: float = Field(gt=0, description="the receiver gives up after this long")
-    flag_base: int = Field(default=0, ge=0, description="flags of this step count up from here (IPC, Packed, GPU)")
+    timeout_seconds: _Seconds = Field(description="the receiver gives up after this long")
+    flag_base: _Index = Field(default=0, description="flags of this step count up from here (IPC, Packed, GPU)")
 
 
 class Bucket(Message):
     kind: Literal["Bucket"] = "Bucket"
-    step: int
-    bucket: int = Field(ge=0)
-    slot: int = Field(ge=0)
+    step: _Step
+    bucket: _Index
+    slot: _Index
 
 
 class Drained(Message):
     kind: Literal["Drained"] = "Drained"
-    step: int
-    bucket: int = Field(ge=0)
+    step: _Step
+    bucket: _Index
 
 
 class Commit(Message):
     kind: Literal["Commit"] = "Commit"
-    step: int
+    step: _Step
     digests: bytes = Field(default=b"", description="8 bytes little-endian a tensor, in manifest order; or empty")
 
 
 class Abort(Message):
     kind: Literal["Abort"] = "Abort"
-    step: int
+    step: _Step
     cause: str = Field(max_length=4096)
 
 
 class Ack(Message):
     kind: Literal["Ack"] = "Ack"
-    step: int
-    load_microseconds: int = Field(ge=0)
+    step: _Step
+    load_microseconds: _Index
     verified: bool
     memory: MemorySample
 
 
 class Error(Message):
     kind: Literal["Error"] = "Error"
-    step: int = Field(default=0, ge=0, description="0: outside a step")
-    bucket: int | None = None
+    step: _Step = Field(default=0, description="0: outside a step")
+    bucket: _Index | None = None
     cause: str = Field(max_length=65536)
 
 

@@ -37,7 +37,7 @@ class Baseline:
 def row_of(case: Case, measured: Measured, base: Baseline, *, soak: bool) -> BenchRow:
     """Our row. `soak`: its note has the slopes of reserved memory."""
     seconds = statistics.median(measured.seconds)
-    notes = [slopes(measured)] if soak else []
+    notes = [slopes(measured)] if soak else [f"joined in {measured.join_seconds:.2f} s"]
     if measured.nbytes <= SMALL_BYTES and not case.verify:
         notes += beyond_copies(measured, base)
     elif case.touched_by == "Copy":

@@ -30,6 +30,9 @@ COPIES = 8
 MOST_COPIES = 10_000
 """Of which the times are kept; a soak takes more."""
 PEER_STEPS = 20
+LARGE_BYTES = 20 << 30
+LARGE_PEER_STEPS = 5
+"""Of a model of at least LARGE_BYTES: the peers take seconds for each."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,8 @@ def _of_model(model: str, cases: list[Case], plan: Plan, trips: RoundTrips, prog
     peers: list[BenchRow] = []
     if plan.peers:
         progress.head(f"{name}: peers")
-        peers = peer_rows.rows(cases[0].transport, model, device, min(cases[0].steps, PEER_STEPS))
+        most = LARGE_PEER_STEPS if manifest.nbytes >= LARGE_BYTES else PEER_STEPS
+        peers = peer_rows.rows(cases[0].transport, model, device, min(cases[0].steps, most))
         _give_back(device)
     if manifest.nbytes > SMALL_BYTES:
         progress.head(f"{name}: plain copies again")

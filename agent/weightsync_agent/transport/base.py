@@ -185,6 +185,9 @@ class SenderTransport(ABC):
     def open_step(self, step: int) -> None:
         """The tensors lie still from now on: where receivers can look at shared memory, they see it there."""
 
+    commits: ClassVar[bool] = True
+    """Whether receivers must be told when all is sent. False: who has received every byte knows it by itself."""
+
     flag_base: int = 0
     """What Begin announces: flags of the step that begins count up from here."""
 

@@ -22,6 +22,9 @@ STRAIGHT_BYTES = 4 << 20
 CALL_BUCKETS = 2
 """A call of straight tensors holds up to the bytes of so many buckets: what a receiver that loads needs to land it."""
 
+FIRST_CALL_BYTES = 64 << 20
+"""The first call holds less: a group is on the wire only when all of it is queued, some 3 us an operation."""
+
 LONE_BUCKET_BYTES = 32 << 20
 """A bucket of at least so many bytes is a call of its own; a smaller one shares a call with straight tensors, since
 each call costs some 20 us between two kernels."""
@@ -120,7 +123,8 @@ def _calls(ops: list[Op], call_bytes: int) -> list[tuple[Op, ...]]:
     for op in ops:
         is_bucket = isinstance(op, Bucket)
         alone = is_bucket and op.nbytes >= LONE_BUCKET_BYTES
-        if current and (alone or size + op.nbytes > call_bytes or (is_bucket and has_bucket)):
+        limit = call_bytes if calls else min(call_bytes, FIRST_CALL_BYTES)
+        if current and (alone or size + op.nbytes > limit or (is_bucket and has_bucket)):
             calls.append(tuple(current))
             current, size, has_bucket = [], 0, False
         current.append(op)

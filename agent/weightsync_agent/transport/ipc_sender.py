@@ -81,6 +81,7 @@ class _Export:
 
 class IpcSender(SenderTransport):
     kind = "IPC"
+    commits = False
 
     def __init__(self, plan: SendPlan) -> None:
         super().__init__(plan)

@@ -41,6 +41,7 @@ from .nccl_end import Call, End, copy_plans, typed
 class NcclSender(SenderTransport):
     kind = "NCCL"
     collective = True
+    commits = False
 
     def __init__(self, plan: SendPlan) -> None:
         super().__init__(plan)

@@ -66,6 +66,10 @@ class SharedMemorySender(SenderTransport):
             if not isinstance(plan.arena, HostMemory):
                 raise ConfigError("Direct mode needs the weights in an arena: pass adopt=True")
             return
+        self._make_slots()
+
+    def _make_slots(self) -> None:
+        plan = self.plan
         self._layout = layout(plan.manifest, plan.bucket_bytes)
         used = max((self._layout.used_bytes(b) for b in range(len(self._layout.buckets))), default=0)
         count = max(1, min(plan.slots, len(self._layout.buckets)))
