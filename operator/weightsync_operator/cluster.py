@@ -42,6 +42,11 @@ MAX_EVENT_WAIT = 64.0
 MAX_EVENT_LOOKUPS = 3
 """Pods of one WeightSync whose events are asked for in one pass: a sentence names no more."""
 
+OLD_DEFINITION = (
+    "the CustomResourceDefinition is older than this operator, and no status can be written: upgrade the chart with "
+    "crds.enabled=true, or run weightsync crd | kubectl apply --server-side --force-conflicts -f -"
+)
+
 Versions = frozenset[tuple[ChildId, tuple[str, str]]]
 
 DEFAULTS = PlanDefaults(ClusterAddresses())
@@ -144,6 +149,8 @@ class ClusterPlatform:
         try:
             self._reader.wrote(await self._api.apply(body, "status"))
         except ApiError as error:
+            if "not declared in schema" in str(error):
+                raise ApiError(error.status, error.reason, f"{error}: {OLD_DEFINITION}") from None
             if error.status not in (404, 409):
                 raise
 
@@ -260,7 +267,8 @@ class ClusterPlatform:
         if at and time.monotonic() - at < EVENT_SECONDS:  # passes come in bursts
             return known
         found = await self._api.list(EVENT, key.namespace, fields=f"involvedObject.uid={uid}")
-        kept = [{name: event.get(name) for name in ("type", "reason", "message")} for event in sorted(found, key=_when)]
+        names = ("type", "reason", "message", "lastTimestamp")
+        kept = [{name: event.get(name) for name in names} for event in sorted(found, key=_when)]
         self._events[key, uid] = time.monotonic(), kept
         return kept
 

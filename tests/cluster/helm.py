@@ -88,7 +88,10 @@ class InstalledOperator(OperatorProcess):
             for event in self.requests()
             if event.get("responseStatus", {}).get("code") in (401, 403)
         ]
-        return answers + re.findall(r".*(?:[Ff]orbidden|[Pp]ermission).*", Path(self._log.name).read_text())
+        return answers + re.findall(r".*(?:[Ff]orbidden|[Pp]ermission).*", self.log())
+
+    def log(self) -> str:
+        return Path(self._log.name).read_text()
 
     def requests(self) -> list[Tree]:
         return list(self._cluster.audit(self.user))[self._began :]

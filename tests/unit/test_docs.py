@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -20,10 +20,12 @@ import pytest
 import weightsync_agent
 import weightsync_agent.http as agent_http
 import yaml
+from prometheus_client import Metric
 from weightsync_agent.main import main as agent_main
 from weightsync_agent.metrics import ERROR_KINDS, AgentMetrics
 from weightsync_api.reports import Report
 from weightsync_operator.cli import main as cli
+from weightsync_operator.metrics import OperatorMetrics
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -136,12 +138,21 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 def test_the_metrics_page_lists_what_is_served() -> None:
     page = (ROOT / "docs" / "metrics.md").read_text()
+    ours, _, operators = page.partition("## Of the operator")
+    agents = AgentMetrics(lambda: Report(namespace="", name="", session=""), Counter())
+    lists_all_of(ours, agents.collect())
+    metrics = OperatorMetrics(lambda: 0)
+    metrics.requested("get", 200, 0.1)
+    lists_all_of(operators, metrics.registry.collect())
+    assert f"errors by `kind`: {', '.join(ERROR_KINDS)}" in page
+
+
+def lists_all_of(page: str, families: Iterable[Metric]) -> None:
     listed = set(re.findall(r"^\| `(weightsync_\w+)` \|", page, re.M))
-    metrics = AgentMetrics(lambda: Report(namespace="", name="", session=""), Counter())
-    served = {family.name + ("_total" if family.type == "counter" else "") for family in metrics.collect()}
+    suffixes = {"counter": "_total", "info": "_info"}
+    served = {family.name + suffixes.get(family.type, "") for family in families}
     served = {name + "_info" if name == "weightsync_build" else name for name in served}
     assert listed == served
-    assert f"errors by `kind`: {', '.join(ERROR_KINDS)}" in page
     for query in re.findall(r"^\| [^|]*\? \| `(.*)` \|$", page, re.M):
         for name in re.findall(r"weightsync_\w+", query):
             assert re.sub(r"_(sum|bucket|count)$", "", name) in served, query
