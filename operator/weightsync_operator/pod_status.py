@@ -16,7 +16,9 @@ MAX_MESSAGE = 1024
 _IMAGE = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"})
 _EARLY = frozenset({"ContainerCreating", "PodInitializing", ""})
 """Waiting for nothing in particular: an event may know more."""
-_PROBE = "probe failed"
+_PROBE, _PROBE_KILLS = "probe failed", "probe, will be restarted"
+_MAYBE_PROBE = frozenset({0, 137, 143})
+"""Exit codes of a container that the kubelet ended: events know whether it did, and for which probe."""
 
 
 def observe_agents(
@@ -58,7 +60,7 @@ def wants_events(pod: Tree) -> bool:
             continue
         waiting = state.get("waiting") or {}
         ended = state.get("terminated") or last
-        if waiting.get("reason", "") in _EARLY or ended.get("exitCode") in (137, 143):
+        if waiting.get("reason", "") in _EARLY or ended.get("exitCode") in _MAYBE_PROBE:
             return True
     return False
 
@@ -113,15 +115,24 @@ def _ended(ended: Tree, status: Tree, events: Sequence[Tree]) -> tuple[str, str]
             f"container {status.get('name', '')} was killed because it used more memory than its limit: raise "
             "agent.resources.limits.memory; /dev/shm counts too"
         )
+    if code in _MAYBE_PROBE and (probe := _failed_probe(ended, events)):
+        return "ProbeFailed", _quoted(f"container {status.get('name', '')} was restarted: {probe}")
     if code == 0:
         return "Completed", f"container {status.get('name', '')} exited with code 0"
-    probe = next((e for e in reversed(events) if _PROBE in str(e.get("message", "")).lower()), None)
-    if code in (137, 143) and probe is not None:
-        return "ProbeFailed", _quoted(f"container {status.get('name', '')} was restarted: {probe['message']}")
     told = str(ended.get("message") or "").strip()
     return "Crashed", _quoted(
         f"container {status.get('name', '')} exited with code {code}" + (f": {told}" if told else "")
     )
+
+
+def _failed_probe(ended: Tree, events: Sequence[Tree]) -> str:
+    """For which the kubelet ended this container. Probes also fail of one that starts, or was killed by somebody else:
+    those end nothing."""
+    since = str(ended.get("startedAt") or "")
+    found = [e for e in events if str(e.get("lastTimestamp") or since) >= since]
+    if not any(_PROBE_KILLS in str(e.get("message", "")) for e in found):
+        return ""
+    return next((str(e["message"]) for e in reversed(found) if _PROBE in str(e.get("message", "")).lower()), "")
 
 
 def _statuses(pod: Tree) -> Sequence[Tree]:

@@ -45,8 +45,14 @@ def test_a_running_agent_is_seen_with_its_node_and_its_container_s_restarts() ->
 
 
 CRASHED = {"exitCode": 1, "reason": "Error", "message": "RuntimeError: no such file\n"}
-KILLED = {"exitCode": 137, "reason": "Error"}
+KILLED = {"exitCode": 137, "reason": "Error", "startedAt": "2026-01-01T10:00:05Z"}
 UNHEALTHY = warning("Unhealthy", "Liveness probe failed: Get http://10.0.0.1:8080/healthz: connection refused")
+KILLING = {
+    "type": "Normal",
+    "reason": "Killing",
+    "message": "Container engine failed liveness probe, will be restarted",
+    "lastTimestamp": "2026-01-01T10:00:05Z",
+}
 
 
 @pytest.mark.parametrize(
@@ -94,11 +100,25 @@ UNHEALTHY = warning("Unhealthy", "Liveness probe failed: Get http://10.0.0.1:808
         ),
         (
             pod({"waiting": {"reason": "CrashLoopBackOff"}}, last={"terminated": KILLED}),
-            [UNHEALTHY],
+            [UNHEALTHY, KILLING],
             "ProbeFailed",
             f"container engine was restarted: {UNHEALTHY['message']}",
         ),
         (pod({"terminated": KILLED}), [], "Crashed", "container engine exited with code 137"),
+        (
+            pod({"terminated": {**KILLED, "exitCode": 0}}),
+            [UNHEALTHY, KILLING],
+            "ProbeFailed",
+            f"container engine was restarted: {UNHEALTHY['message']}",
+        ),
+        # A probe that failed while it started, or that ended the container before this one, is no cause.
+        (pod({"terminated": KILLED}), [UNHEALTHY], "Crashed", "container engine exited with code 137"),
+        (
+            pod({"terminated": KILLED}),
+            [{**KILLING, "lastTimestamp": "2026-01-01T09:59:59Z"}, UNHEALTHY],
+            "Crashed",
+            "container engine exited with code 137",
+        ),
         (
             pod({"waiting": {"reason": "ContainerCreating"}}),
             [warning("FailedMount", 'MountVolume.SetUp failed for volume "w": configmap "w" not found')],
