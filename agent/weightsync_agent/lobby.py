@@ -6,6 +6,7 @@ is put off until after it (`defer`, `catch_up`).
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import Counter
@@ -25,9 +26,6 @@ from .transport.base import SenderTransport
 log = logging.getLogger("weightsync.sender")
 
 OF_JOINING = (protocol.Hello, protocol.Joined, protocol.Differs)
-
-MAX_STEP = 1 << 53
-"""Steps go into JSON that others read; a receiver's word can't push them out of it."""
 
 Send = Callable[[bytes, protocol.Message], bool]
 """To a ZeroMQ address; False when its connection is gone."""
@@ -56,6 +54,7 @@ class Lobby:
         self._addresses: dict[bytes, Peer] = {}
         self._later: list[tuple[bytes, protocol.FromReceiver]] = []
         self._leaving: list[Peer] = []
+        self._offers = itertools.count(1)
 
     def at(self, address: bytes) -> Peer | None:
         """Who speaks from this address."""
@@ -105,11 +104,8 @@ class Lobby:
         if peer is None:
             self._errors["protocol"] += 1
             self._send(address, protocol.Error(cause=f"{message.kind} before Hello: say Hello first"))
-        elif isinstance(message, protocol.Joined):
-            self._joined(peer, message, step)
-        elif isinstance(message, protocol.Differs):
-            peer.state, peer.message = AgentState.REFUSED, message.differences
-            log.error("%s does not fit: %s", peer.label, message.differences)
+        elif isinstance(message, protocol.Joined | protocol.Differs):
+            self._answer(peer, message, step)
 
     def catch_up(self, step: int) -> None:
         """After a step: what was put off within it."""
@@ -139,9 +135,12 @@ class Lobby:
         except (Refused, TransportError) as refusal:  # TransportError: no memory or descriptors left to offer
             self._errors["refused"] += 1
             log.warning("rank %d of pod %s is refused: %s", hello.identity.rank, hello.identity.pod, refusal)
-            self._send(address, protocol.Refuse(reason=str(refusal)))
-            if (known := self._addresses.get(address)) is not None:
-                known.state, known.message = AgentState.REFUSED, str(refusal)
+            self._refuse(address, str(refusal))
+
+    def _refuse(self, address: bytes, reason: str) -> None:
+        self._send(address, protocol.Refuse(reason=reason))
+        if (known := self._addresses.get(address)) is not None:
+            known.state, known.message = AgentState.REFUSED, reason
 
     def _enlist(self, address: bytes, hello: protocol.Hello) -> Peer:
         config, rank = self._config, hello.identity.rank
@@ -157,8 +156,6 @@ class Lobby:
             )
         if rank < 1:
             raise Refused("rank 0 is the sender's: a receiver's WEIGHTSYNC_RANK is 1 or more")
-        if hello.step > MAX_STEP:
-            raise Refused(f"the receiver says that it holds step {hello.step}, and no step is above {MAX_STEP}")
         old = self.peers.get(rank)
         # The same process on a new connection is no second one, though the old connection may still look open.
         another = old is not None and old.address != address and old.identity != hello.identity
@@ -184,10 +181,9 @@ class Lobby:
                 raise Refused(f"transfer.mode is Direct, and {reason}") from None
             log.warning("%s can't take part in Direct mode, so all go on in Packed mode: %s", peer.label, reason)
             transport.fall_back(str(reason))
-            for other in self.present():
-                if other is not peer:
-                    self._welcome(other, self._manifest.hash)
+            self._welcome_others(peer)
             offer = transport.offer(peer.identity)
+        peer.offer_number = next(self._offers)
         self._send(
             peer.address,
             protocol.Welcome(
@@ -200,9 +196,31 @@ class Lobby:
                 bucket_bytes=transport.plan.bucket_bytes,
                 slots=transport.plan.slots,
                 offer=offer,
+                offer_number=peer.offer_number,
             ),
         )
         peer.state = AgentState.STARTING
+
+    def _welcome_others(self, newcomer: Peer) -> None:
+        """A new offer for everybody who had one: those who joined, and those who have not answered theirs yet."""
+        for other in list(self._addresses.values()):
+            if other is newcomer or not (other.joined or other.state == AgentState.STARTING):
+                continue
+            try:
+                self._welcome(other, self._manifest.hash)
+            except (Refused, TransportError) as refusal:
+                self._errors["refused"] += 1
+                log.warning("%s is refused: %s", other.label, refusal)
+                self._refuse(other.address, str(refusal))
+
+    def _answer(self, peer: Peer, message: protocol.Joined | protocol.Differs, step: int) -> None:
+        if message.offer_number < peer.offer_number:
+            log.debug("%s: %s about an offer that was taken back", peer.label, message.kind)
+        elif isinstance(message, protocol.Joined):
+            self._joined(peer, message, step)
+        else:
+            peer.state, peer.message = AgentState.REFUSED, message.differences
+            log.error("%s does not fit: %s", peer.label, message.differences)
 
     def _joined(self, peer: Peer, joined: protocol.Joined, step: int) -> None:
         if peer.state != AgentState.STARTING:

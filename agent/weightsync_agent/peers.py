@@ -25,6 +25,8 @@ class Peer:
     hello_at: float = field(default_factory=time.perf_counter)
     join_microseconds: int = 0
     memory: MemorySample = field(default_factory=MemorySample)
+    offer_number: int = 0
+    """Of the last Welcome; words about an earlier one come too late."""
     verified_once: bool = False
     """Some step's digests were compared since it joined."""
 

@@ -311,12 +311,12 @@ class Receiver:
             self._transport = receiver_transport(welcome, self._manifest, self.target, self.config, self.device)
             joined = self._transport.join(deadline)
         except ManifestMismatch as mismatch:
-            self._post(protocol.Differs(differences=str(mismatch)[:65536]))
+            self._post(protocol.Differs(differences=str(mismatch)[:65536], offer_number=welcome.offer_number))
             self._refused(mismatch)
             return
         except SelfTestFailed as error:
             self._drop_transport()
-            self._post(protocol.Differs(differences=f"self-test: {error}"))
+            self._post(protocol.Differs(differences=f"self-test: {error}"[:65536], offer_number=welcome.offer_number))
             self._refused(error)
             return
         except TransportError as error:
@@ -325,11 +325,13 @@ class Receiver:
             self.errors["transport"] += 1
             self._state, self._message = AgentState.STARTING, f"joining failed and is tried again: {error}"
             log.warning("rank %d: %s", self.identity.rank, self._message)
-            self._post(protocol.Differs(differences=f"joining failed and is tried again: {error}"[:65536]))
+            self._post(protocol.Differs(differences=self._message[:65536], offer_number=welcome.offer_number))
             self._owes_hello, self._hello_after = True, time.monotonic() + JOIN_AGAIN_SECONDS
             return
         self.session, self.route, self._welcome = welcome.session, joined.route, welcome
-        self._post(joined)
+        if self._hello_after:  # a new offer came before the Hello that was to ask for one
+            self._owes_hello, self._hello_after = False, 0.0
+        self._post(joined.model_copy(update={"offer_number": welcome.offer_number}))
 
     def _refused(self, error: WeightSyncError) -> None:
         self.errors["refused"] += 1

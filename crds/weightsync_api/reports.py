@@ -27,6 +27,9 @@ class AgentState(StrEnum):
     """The sender refused it; `message` says why."""
 
 
+MAX_BYTES = (1 << 63) - 1
+
+
 class MemorySample(StatusModel):
     """An agent's memory around one step, in bytes, read at the same two points of every step.
 
@@ -35,11 +38,13 @@ class MemorySample(StatusModel):
     CPU: the process's own resident memory plus the segments it owns; allocated: the segments alone.
     """
 
-    reserved_before: int = Field(default=0, description="Reserved when the step began.")
-    reserved_after: int = Field(default=0, description="Reserved when the step was done.")
-    allocated_after: int = Field(default=0, description="Allocated when the step was done.")
-    peak: int = Field(default=0, description="Most reserved within the step.")
-    untracked: int = Field(default=0, description="Device memory of the process that torch does not count; 0: unknown.")
+    reserved_before: int = Field(default=0, ge=0, le=MAX_BYTES, description="Reserved when the step began.")
+    reserved_after: int = Field(default=0, ge=0, le=MAX_BYTES, description="Reserved when the step was done.")
+    allocated_after: int = Field(default=0, ge=0, le=MAX_BYTES, description="Allocated when the step was done.")
+    peak: int = Field(default=0, ge=0, le=MAX_BYTES, description="Most reserved within the step.")
+    untracked: int = Field(
+        default=0, ge=0, le=MAX_BYTES, description="Device memory of the process that torch does not count; 0: unknown."
+    )
 
     @property
     def delta(self) -> int:

@@ -104,7 +104,8 @@ def test_replayed_words_of_joining_change_nothing(make_config, joined) -> None:
     config = make_config(receivers=1)
     with Sender(samples.mixed(0), config=config) as sender, raw(config) as peer:
         peer.hello()
-        offer = peer.until(protocol.Welcome).offer
+        welcome = peer.until(protocol.Welcome)
+        offer, number = welcome.offer, welcome.offer_number
         memories = [
             HostMemory.map(fd, region.nbytes)
             for fd, region in zip(
@@ -113,7 +114,8 @@ def test_replayed_words_of_joining_change_nothing(make_config, joined) -> None:
                 strict=True,
             )
         ]
-        words = protocol.Joined(route="SharedMemory", self_test=f"{tensor_digest(memories[1].tensor()):016x}")
+        read = f"{tensor_digest(memories[1].tensor()):016x}"
+        words = protocol.Joined(route="SharedMemory", self_test=read, offer_number=number)
         page = ControlPage(memories[0])
         page[1] = 0
         peer.send(words)
@@ -122,7 +124,7 @@ def test_replayed_words_of_joining_change_nothing(make_config, joined) -> None:
         for _ in range(3):
             peer.send(words)
         page.fill(0xDEADBEEF)  # and garbage on its control page
-        peer.send(protocol.Joined(route="SharedMemory", self_test="no"))
+        peer.send(protocol.Joined(route="SharedMemory", self_test="no", offer_number=number))
         eventually(lambda: sender.errors["protocol"] == 4, "each was counted")
         assert state_of(sender, 1) == "Joined"
         assert sender._transport.owned_bytes == owned
