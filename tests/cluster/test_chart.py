@@ -17,6 +17,7 @@ from control_plane import ControlPlane, programs
 from helm import CHART, CRD, Helm, InstalledOperator, everything
 from kubectl import Kubectl, Tree
 from operator_process import Sender, eventually, manifest, run_pods
+from pod_cluster import must_not_skip
 from weightsync_api.crd import render
 from weightsync_api.validation import read_weightsyncs
 from weightsync_operator.cluster import DEFAULTS
@@ -33,10 +34,16 @@ MONITORING = Path(__file__).with_name("monitoring_crds.yaml")
 def plane() -> Iterator[ControlPlane]:
     """A cluster of its own: these tests install and remove the CustomResourceDefinition."""
     folder = programs()
+    reason = ""
     if folder is None or not (folder / "helm").exists():
-        pytest.skip("the programs of Kubernetes are not built: make test-cluster builds them, with Go, and runs these")
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl is missing, which makes the control plane's key")
+        reason = "the programs of Kubernetes are not built: make test-cluster builds them, with Go, and runs these"
+    elif shutil.which("openssl") is None:
+        reason = "openssl is missing, which makes the control plane's key"
+    if reason and must_not_skip():
+        pytest.fail(reason)
+    if reason:
+        pytest.skip(reason)
+    assert folder is not None
     with ControlPlane(folder, scheduler=False) as made:
         yield made
 
