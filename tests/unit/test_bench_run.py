@@ -5,12 +5,14 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
+from weightsync_agent.bench.scratch import remove_stale, scratch
 from weightsync_api.bench_result import BenchResult
 
 BENCH = (sys.executable, "-m", "weightsync_agent.bench", "--transport", "shm", "--threads", "1")
@@ -106,10 +108,29 @@ def test_ctrl_c_ends_everything_with_130() -> None:
         assert gone(children)
 
 
-def test_a_killed_bench_leaves_no_process() -> None:
-    with running() as (process, children):
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    # Not pytest's tmp_path: a Unix socket's path has at most 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="ws-") as directory:
+        yield Path(directory)
+
+
+def test_a_killed_bench_leaves_no_process_and_the_next_one_takes_its_directories_away(
+    monkeypatch: pytest.MonkeyPatch, short_path: Path
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(short_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
+    (short_path / "weightsync-bench-of-somebody").mkdir()  # whose it is can't be told
+    with running() as (process, children), scratch() as alive:
+        (alive / "control").touch()
+        remove_stale()
+        assert len(list(short_path.iterdir())) == 4  # the run's, its case's, ours and somebody's
         process.kill()
+        process.wait(SECONDS)
         assert gone(children)
+        remove_stale()
+        assert (alive / "control").exists()
+        assert {path.name for path in short_path.iterdir()} == {alive.name, "weightsync-bench-of-somebody"}
 
 
 def test_a_receiver_that_dies_is_named_and_ends_the_bench_with_1() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -21,6 +20,7 @@ from ..sender import Sender
 from ..transport import make_arena
 from .models import allocate, fill, manifest_of
 from .processes import START_SECONDS, Other
+from .scratch import scratch
 from .series import Series
 from .tasks import ReceiverReady, ReceiverTask
 
@@ -112,7 +112,7 @@ def measure(case: Case, progress: Progress, between: Callable[[], None] = lambda
     Raises BenchError, StepFailed, JoinTimeout, ConfigError, TransportError; leaves no process and no memory.
     """
     manifest = manifest_of(case.model)
-    with tempfile.TemporaryDirectory(prefix="weightsync-bench-") as directory, ExitStack() as ends:
+    with scratch() as directory, ExitStack() as ends:
         config = _config(case, directory)
         arena = None
         if case.mode != TransferMode.PACKED and case.adopted:
@@ -169,8 +169,8 @@ def _start(case: Case, config: AgentConfig, rank: int) -> Other:
     return Other("weightsync_agent.bench.receiver", [task.model_dump_json()])
 
 
-def _config(case: Case, directory: str) -> AgentConfig:
-    endpoint = f"ipc://{Path(directory)}/control"
+def _config(case: Case, directory: Path) -> AgentConfig:
+    endpoint = f"ipc://{directory}/control"
     return AgentConfig(
         namespace="bench",
         name="bench",
@@ -184,7 +184,7 @@ def _config(case: Case, directory: str) -> AgentConfig:
         verify=Verify(mode=VerifyMode.DIGEST, every_steps=1 if case.verify else case.warmups + case.steps + 1),
         bind=endpoint,
         connect=endpoint,
-        runtime_dir=directory,
+        runtime_dir=str(directory),
     )
 
 

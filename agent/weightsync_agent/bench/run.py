@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from pathlib import Path
 
 import torch
 from weightsync_api.bench_result import BenchResult, BenchRow
@@ -20,6 +18,7 @@ from .case import Case, measure
 from .models import manifest_of
 from .progress import Progress
 from .rows import SMALL_BYTES, Baseline, against, baseline_row, result, row_of
+from .scratch import scratch
 from .series import Series
 
 TRIPS = 3
@@ -57,9 +56,9 @@ def run(plan: Plan, progress: Progress) -> BenchResult:
     if plan.peers:
         peer_rows.load()
     rows: list[BenchRow] = []
-    with tempfile.TemporaryDirectory(prefix="weightsync-bench-") as directory:
+    with scratch() as directory:
         progress.head("starting the process that round trips are measured with")
-        with RoundTrips(Path(directory)) as trips:
+        with RoundTrips(directory) as trips:
             trips.take(TRIPS_TO_WARM)
             for model, group in groupby(plan.cases, lambda case: case.model):
                 trips.seconds.clear()
