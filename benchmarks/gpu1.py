@@ -38,7 +38,7 @@ def case(model: str, mode: TransferMode, steps: int, *, verify: bool = False, ad
 
 
 def join(model: str, progress: Progress) -> BenchRow:
-    """What joining takes with torch's handles of tensors allocated one by one; with an arena, each row's note has it."""
+    """What joining takes with torch's handles of tensors allocated one by one; with an arena, a row's note has it."""
     found = measure(case(model, TransferMode.DIRECT, 3, adopted=False), progress)
     return BenchRow(
         name=f"join {model} by torch handles",
