@@ -29,10 +29,11 @@ from .deadline import Deadline
 from .errors import ConfigError
 from .metrics import AgentMetrics, unready
 from .parent import bound
+from .siblings import MAX_SIBLINGS, unready_sibling
 
 log = logging.getLogger("weightsync.http")
 
-LONG_POLL_SECONDS = 10.0
+LONG_POLL_SECONDS = 60.0
 """Longest wait of `/report`; a request may ask for less."""
 TICK_SECONDS = 0.1
 """How often a waiting `/report` looks whether an agent's state changed. A sender's step wakes it at once."""
@@ -193,9 +194,14 @@ class AgentServer:
     async def _healthz(self, _: web.Request) -> web.Response:
         return web.Response(text="ok\n")
 
-    async def _readyz(self, _: web.Request) -> web.Response:
+    async def _readyz(self, request: web.Request) -> web.Response:
         me = self._me(self.agent.report())
         reason = unready(me)
+        others = min(_whole_number(request, "agents", 1), MAX_SIBLINGS + 1) - 1
+        if not reason and others > 0 and self._path is None:
+            port = self._socket.getsockname()[1]
+            host = "::1" if self._socket.family == socket.AF_INET6 else "127.0.0.1"
+            reason = await unready_sibling(host, range(port + 1, port + 1 + others))
         answer = Readiness(ready=not reason, reason=reason, step=me.step)
         return _json(answer.model_dump_json(), 503 if reason else 200)
 

@@ -25,18 +25,19 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from weightsync_api.agent_config import ENV_POD, ENV_RANK, ENV_ROLE
+from weightsync_api.agent_config import (
+    ENV_AGENTS,
+    ENV_COMMANDS,
+    ENV_HTTP_OFFSET,
+    ENV_POD,
+    ENV_RANK,
+    ENV_RANK_STRIDE,
+    ENV_ROLE,
+)
 
 from .errors import ConfigError
 
 log = logging.getLogger("weightsync.launch")
-
-ENV_AGENTS = "WEIGHTSYNC_AGENTS"
-ENV_RANK_STRIDE = "WEIGHTSYNC_RANK_STRIDE"
-ENV_COMMANDS = "WEIGHTSYNC_COMMANDS"
-ENV_HTTP_OFFSET = "WEIGHTSYNC_HTTP_OFFSET"
-"""Added to the port of AgentConfig.http: an agent's place among those of its container. The container's own variable
-is that of its first agent (0 unless set), where several containers of a pod have agents."""
 
 TERM_SECONDS = 5.0
 """From SIGTERM to SIGKILL."""

@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable
 
 import click
-from weightsync_api.agent_config import ENV_RANK, ENV_ROLE
+from weightsync_api.agent_config import ENV_AGENTS, ENV_RANK, ENV_ROLE
 
 from .errors import ConfigError, SourceError, WeightSyncError
-from .launch import ENV_AGENTS, Placed, agents_from_env, commands_from_env, launch
+from .launch import Placed, agents_from_env, commands_from_env, launch
 from .stop import Stopped, stop_on_signals
 
 log = logging.getLogger("weightsync.agent")

@@ -6,12 +6,11 @@ import atexit
 import os
 from typing import Protocol
 
-from weightsync_api.agent_config import AgentConfig
+from weightsync_api.agent_config import ENV_HTTP_OFFSET, AgentConfig
 
 from . import parent
 from .errors import ConfigError
 from .http import AgentServer, Served
-from .launch import ENV_HTTP_OFFSET
 from .protocol import Identity
 
 

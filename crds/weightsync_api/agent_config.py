@@ -6,6 +6,13 @@ Environment of an agent's process:
   WEIGHTSYNC_RANK    0 for the sender, 1.. for receivers
   WEIGHTSYNC_POD, WEIGHTSYNC_NODE   names for reports (downward API)
   WEIGHTSYNC_EXIT_ON_STDIN_EOF      1: end when stdin does; its other end is held by a local run's process
+
+Environment of a container of several agents (`weightsync-agent launch`):
+  WEIGHTSYNC_AGENTS       ROLE:RANK or ROLE:RANK@GPU, separated by commas
+  WEIGHTSYNC_RANK_STRIDE  by how much receivers' ranks grow with the pod's ordinal
+  WEIGHTSYNC_COMMANDS     programs in the agents' place by role, JSON
+  WEIGHTSYNC_HTTP_OFFSET  added to the port of AgentConfig.http: an agent's place among those of its pod; the
+                          container's own variable is that of its first agent (0 unless set)
 """
 
 from __future__ import annotations
@@ -22,6 +29,10 @@ ENV_RANK = "WEIGHTSYNC_RANK"
 ENV_POD = "WEIGHTSYNC_POD"
 ENV_NODE = "WEIGHTSYNC_NODE"
 ENV_EXIT_ON_STDIN_EOF = "WEIGHTSYNC_EXIT_ON_STDIN_EOF"
+ENV_AGENTS = "WEIGHTSYNC_AGENTS"
+ENV_RANK_STRIDE = "WEIGHTSYNC_RANK_STRIDE"
+ENV_COMMANDS = "WEIGHTSYNC_COMMANDS"
+ENV_HTTP_OFFSET = "WEIGHTSYNC_HTTP_OFFSET"
 
 
 class AgentConfig(ApiModel):

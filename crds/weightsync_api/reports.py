@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
 
-from pydantic import Field
+from pydantic import AwareDatetime, Field
 
 from .base import StatusModel
+
+MAX_STEPS = 64
+"""Steps that a sender keeps, and a report has at most."""
+MAX_AGENTS = 1025
+
+if TYPE_CHECKING:
+    Int64 = int
+else:
+    Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+    """What the API server stores; a report is somebody else's word."""
 
 
 class AgentState(StrEnum):
@@ -54,10 +64,10 @@ class MemorySample(StatusModel):
 class ReceiverStep(StatusModel):
     """One receiver's part of a step."""
 
-    rank: int = Field(description="Rank of the receiver, from 1.")
+    rank: Int64 = Field(description="Rank of the receiver, from 1.")
     state: AgentState = Field(description="Synced when it acknowledged; Tainted, Lost or Refused otherwise.")
-    ack_microseconds: int = Field(default=0, description="From the end of the step's data to its ACK.")
-    load_microseconds: int = Field(default=0, description="Its own time from Begin to loaded, synchronised, released.")
+    ack_microseconds: Int64 = Field(default=0, description="From the end of the step's data to its ACK.")
+    load_microseconds: Int64 = Field(default=0, description="Its time from Begin to loaded, synchronised, released.")
     memory: MemorySample = Field(default_factory=MemorySample, description="Its memory around the step.")
     verified: bool = Field(default=False, description="Its digests were compared and equal.")
     error: str = Field(default="", description="Why it failed: step, bucket and cause.", max_length=4096)
@@ -66,12 +76,12 @@ class ReceiverStep(StatusModel):
 class StepReport(StatusModel):
     """One step, as the sender saw it whole."""
 
-    step: int = Field(description="Number of the step, from 1.")
-    started_at: datetime = Field(description="When step() was called.")
-    duration_microseconds: int = Field(description="From the call of step() to the last ACK.")
-    bytes: int = Field(description="Bytes of weights that each receiver got.")
+    step: Int64 = Field(description="Number of the step, from 1.")
+    started_at: AwareDatetime = Field(description="When step() was called.")
+    duration_microseconds: Int64 = Field(description="From the call of step() to the last ACK.")
+    bytes: Int64 = Field(description="Bytes of weights that each receiver got.")
     memory: MemorySample = Field(default_factory=MemorySample, description="The sender's memory around the step.")
-    receivers: list[ReceiverStep] = Field(default_factory=list, description="By rank.")
+    receivers: list[ReceiverStep] = Field(default_factory=list, max_length=MAX_AGENTS, description="By rank.")
     verified: bool = Field(default=False, description="Every receiver's digests were compared and equal.")
     complete: bool = Field(description="Every receiver that was present acknowledged.")
 
@@ -84,16 +94,16 @@ class StepReport(StatusModel):
 class AgentReport(StatusModel):
     """One agent's identity and state."""
 
-    rank: int = Field(description="0: the sender.")
+    rank: Int64 = Field(description="0: the sender.")
     pod: str = Field(default="", description="Pod, or process for a local run.")
     node: str = Field(default="", description="Node that it runs on.")
-    pid: int = Field(default=0, description="Process id in its own namespace.")
+    pid: Int64 = Field(default=0, description="Process id in its own namespace.")
     gpu: str = Field(default="", description="UUID of its GPU; empty on CPU.")
     state: AgentState = Field(default=AgentState.STARTING, description="Its state.")
     message: str = Field(default="", description="Why, where the state needs a reason.", max_length=4096)
-    step: int = Field(default=0, description="Last step that it holds whole.")
-    ack_microseconds: int = Field(default=0, description="Its last ACK latency.")
-    join_microseconds: int = Field(default=0, description="From its Hello to its admission: import and self-test.")
+    step: Int64 = Field(default=0, description="Last step that it holds whole.")
+    ack_microseconds: Int64 = Field(default=0, description="Its last ACK latency.")
+    join_microseconds: Int64 = Field(default=0, description="From its Hello to its admission: import and self-test.")
     memory: MemorySample = Field(default_factory=MemorySample, description="Its memory around its last step.")
 
 
@@ -109,6 +119,6 @@ class Report(StatusModel):
     route: str = Field(default="", description="Route that the bytes really take.")
     names: str = Field(default="", description="What was done to the names of tensors; empty: nothing.")
     self_tested: bool = Field(default=False, description="Every joined receiver passed the transport's self-test.")
-    agents: list[AgentReport] = Field(default_factory=list, description="By rank.")
+    agents: list[AgentReport] = Field(default_factory=list, max_length=MAX_AGENTS, description="By rank.")
     steps: list[StepReport] = Field(default_factory=list, description="Oldest first; the sender keeps the last 64.")
     finished: bool = Field(default=False, description="The sender will do no more steps.")

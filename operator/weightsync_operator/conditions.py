@@ -45,6 +45,8 @@ class Facts:
     """The newest step, where it did not reach every receiver; 0 otherwise."""
     reserved: ReservedHistory
     finished: bool
+    refused: str = ""
+    """Why the sender's last answer is no report of this WeightSync."""
 
 
 def true(reason: str, message: str) -> Verdict:
@@ -75,6 +77,12 @@ def ready(facts: Facts) -> Verdict:
     if not facts.finished:
         if (stopped := _not_running(facts, 0)) is not None:
             return stopped
+        if facts.refused:
+            return false(
+                "ReportRefused",
+                f"what {who(0, sender.pod if sender else '')} answers is not believed: {facts.refused}: its container "
+                "must run the agent, or a program with the library, of the operator's version",
+            )
         if sender is None or facts.report is None:
             pod = sender.pod if sender else ""
             return false("WaitingForSender", f"{who(0, pod)} runs but has not reported yet")
@@ -214,6 +222,24 @@ def ipc_verified(facts: Facts) -> Verdict | None:
     if facts.report is not None and facts.report.self_tested:
         return true("SelfTested", "every joined receiver read the sender's memory in the self-test and released it")
     return unknown("NotTested", "the self-test runs when a receiver joins")
+
+
+def pods_restricted(facts: Facts) -> Verdict | None:
+    """Whether the pods are such as a namespace of the Pod Security level restricted takes; None where there are none.
+
+    They are by themselves: False is what the spec asked for.
+    """
+    beyond = facts.observed.beyond_restricted
+    if beyond is None:
+        return None
+    if not beyond:
+        return true("Restricted", "the pods satisfy the Pod Security level restricted")
+    why = " (network.sharedMemory: Host)" if any(what.endswith("hostIPC is true") for what in beyond) else ""
+    return false(
+        "AsksForMore",
+        f"the spec asks for pods beyond the Pod Security level restricted{why}: {listed(beyond)}: a namespace that "
+        "enforces it refuses them; leave that out of the spec, or ask for a namespace that allows it",
+    )
 
 
 _SEVERITY = [

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import kopf
 from weightsync_api.v1alpha1 import GROUP, KIND, PLURAL, VERSION
 
-from .kube_api import FORBIDDEN, POD, ApiError, KubeApi
+from .kube_api import POD
 from .plan import LABEL_NAME
 from .readers import WatchedReader
+from .watch_session import Heard, session_for
 from .workers import Workers
 
 log = logging.getLogger("weightsync.watch")
@@ -35,10 +36,15 @@ WATCHED: Mapping[str, tuple[str, str, str]] = {
 """Kind -> group, version, plural. All but WeightSyncs by the label weightsync.dev/name only, on the server's side."""
 
 
-def registry_for(reader: WatchedReader, workers: Workers, stop: asyncio.Event) -> kopf.OperatorRegistry:
+def registry_for(reader: WatchedReader, workers: Workers, stop: asyncio.Event, heard: Heard) -> kopf.OperatorRegistry:
     """The handlers of one operator. `stop`: Kopf's stop flag; set at the end, whatever brought it."""
     registry = kopf.OperatorRegistry()
-    kopf.on.login(registry=registry, id="login")(_login)
+
+    async def login(**kwargs: Any) -> Any:
+        info = kopf.login_with_service_account(**kwargs) or kopf.login_with_kubeconfig(**kwargs)
+        return session_for(info, heard) if info is not None else None
+
+    kopf.on.login(registry=registry, id="login")(login)
 
     async def close(**_: Any) -> None:
         stop.set()
@@ -66,57 +72,32 @@ def settings() -> kopf.OperatorSettings:
     made.networking.error_backoffs = (0.5, 1, 2, 3, 5, 8)
     made.networking.enforce_retry_after = True
     made.persistence.finalizer = f"{PREFIX}/unused"
-    made.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=PREFIX)
+    made.persistence.diffbase_storage = _NoDiffs()
     made.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=PREFIX)
+    # A worker of Kopf's holds the whole object that it was made for until it ends.
+    made.queueing.idle_timeout = 0.1
     made.process.ultimate_exiting_timeout = 8
     return made
 
 
-async def _login(**kwargs: Any) -> Any:
-    return kopf.login_with_service_account(**kwargs) or kopf.login_with_kubeconfig(**kwargs)
+class _NoDiffs(kopf.DiffBaseStorage):
+    """Kopf copies every object of every event for its handlers of changes, also where there are none."""
+
+    def build(self, *, body: kopf.Body, extra_fields: Iterable[Any] | None = None) -> Any:
+        return {}
+
+    def fetch(self, *, body: kopf.Body) -> Any:
+        return None
+
+    def store(self, *, body: kopf.Body, patch: kopf.Patch, essence: Any) -> None:
+        pass
 
 
 def _handler(kind: str, reader: WatchedReader, workers: Workers) -> Callable[..., Any]:
     async def take(event: Mapping[str, Any], body: kopf.Body, **_: Any) -> None:
         change = reader.drop if event["type"] == "DELETED" else reader.put
-        key = change(kind, _tree(kind, body))
+        key = change(kind, dict(body))
         if key is not None:
             workers.wake(key)
 
     return take
-
-
-async def read_all(api: KubeApi, reader: WatchedReader, workers: Workers, namespaces: tuple[str, ...]) -> None:
-    """Puts all there is on the shelf, and wakes whom it concerns. Raises ApiError.
-
-    Before the watches begin, so that the first pass sees everything (Kopf's indices would do that too, but they wake
-    every waiting object at each one's end: with N objects N * N times). And once more after they have begun: what was
-    deleted between this list and theirs is told by nobody.
-
-    A namespace of several that may not be read is left out: with a namespace that is deleted the rights in it go too,
-    and the others' WeightSyncs must not wait for it.
-    """
-    refused: dict[str, ApiError] = {}
-    wanted = namespaces or ("",)
-    for kind in WATCHED:
-        for namespace in wanted:
-            if namespace in refused:
-                continue
-            try:
-                trees, version = await api.snapshot(kind, namespace, labels="" if kind == KIND else LABEL_NAME)
-            except ApiError as error:
-                if error.status != FORBIDDEN:
-                    raise
-                refused[namespace] = error
-                continue
-            for key in reader.replace(kind, trees, namespace, version):
-                workers.wake(key)
-    if len(refused) == len(wanted):
-        raise next(iter(refused.values()))
-    for namespace, why in refused.items():
-        log.warning("the namespace %s is left out; is it still there? %s", namespace, why)
-
-
-def _tree(kind: str, body: kopf.Body) -> dict[str, Any]:
-    """What lists give lacks its kind."""
-    return {"kind": kind, **{name: value for name, value in dict(body).items() if name != "kind"}}

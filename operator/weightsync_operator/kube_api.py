@@ -9,7 +9,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote, urlencode
@@ -26,7 +26,7 @@ Tree = dict[str, Any]
 Trees = list[Tree]
 
 REQUEST_SECONDS = 30.0
-PAGE = 500
+PAGE = 250
 """Objects in one answer to a list."""
 JSON = "application/json"
 APPLY = "application/apply-patch+yaml"
@@ -111,24 +111,24 @@ class KubeApi:
         self, kind: str, namespace: str = "", *, labels: str = "", fields: str = "", metadata_only: bool = False
     ) -> list[Tree]:
         """The objects of a namespace, or of all. Raises ApiError."""
-        items, _ = await self.snapshot(kind, namespace, labels=labels, fields=fields, metadata_only=metadata_only)
-        return items
+        pages = self.pages(kind, namespace, labels=labels, fields=fields, metadata_only=metadata_only)
+        return [tree async for items, _ in pages for tree in items]
 
-    async def snapshot(
+    async def pages(
         self, kind: str, namespace: str = "", *, labels: str = "", fields: str = "", metadata_only: bool = False
-    ) -> tuple[Trees, str]:
-        """As `list`, with the version at which it was so. Raises ApiError."""
+    ) -> AsyncIterator[tuple[Trees, str]]:
+        """As `list`, some at a time, each with the version at which the whole list was so. Raises ApiError."""
         query = {k: v for k, v in {"labelSelector": labels, "fieldSelector": fields}.items() if v}
         query["limit"] = str(PAGE)
-        items: Trees = []
+        accept = METADATA if metadata_only else JSON
         while True:
-            accept = METADATA if metadata_only else JSON
             answer = await self._request("list", _path(kind, namespace), query, accept=accept)
-            items += answer.get("items") or []
             meta = answer.get("metadata") or {}
+            yield answer.get("items") or [], str(meta.get("resourceVersion") or "")
             if not meta.get("continue"):
-                return items, str(meta.get("resourceVersion") or "")
+                return
             query["continue"] = meta["continue"]
+            del answer  # a page at a time: with all their fields, all objects are much larger than what is kept
 
     async def apply(self, tree: Tree, subresource: str = "") -> Tree:
         """Server-side apply as the operator, which takes every field that it sets. Gives the object as it is now.

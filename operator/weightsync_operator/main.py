@@ -25,24 +25,25 @@ from aiohttp import web
 from prometheus_client.exposition import choose_encoder
 
 from .cluster import ClusterPlatform
-from .handlers import read_all, registry_for, settings
+from .handlers import registry_for, settings
 from .health import WatchHealth
 from .kube_api import ApiError, KubeApi
 from .lease import Lease, LeaseLostError
+from .listing import Listing
 from .metrics import OperatorMetrics
 from .objects import Options
 from .plan import Key
 from .readers import WatchedReader
 from .reconcile import Pass, Reconciler
 from .transitions import EventPoster, transitions
+from .watch_session import Heard
 from .workers import RESYNC_SECONDS, Workers
 
 log = logging.getLogger("weightsync.operator")
 
 EXIT_DONE, EXIT_FAILED = 0, 1
 RETRY_SECONDS = 2.0
-AGAIN_SECONDS = 30.0
-REREAD_SECONDS = 3600.0
+COMPARE_SOON_SECONDS, COMPARE_SECONDS = 30.0, 3600.0
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,6 @@ class Operator:
     """All parts of one process, put together."""
 
     def __init__(self, api: KubeApi, made: Settings, metrics: OperatorMetrics) -> None:
-        self._api = api
-        self._namespaces = made.namespaces
         self._metrics = metrics
         self._events = EventPoster(api, made.identity)
         self.reader = WatchedReader()
@@ -72,25 +71,31 @@ class Operator:
         self.platform = ClusterPlatform(api, self.reader, options, lambda key: self.workers.wake(key))
         self.reconciler = Reconciler(self.platform, status_interval=made.status_interval)
         self.workers = Workers(self.reconciler, self._passed, made.resync)
-        self.health = WatchHealth(api, self.reader, made.namespaces)
+        self._listing = Listing(api, self.reader, self.workers.wake, made.namespaces)
+        self.heard = Heard()
+        self.health = WatchHealth(api, self.reader, made.namespaces, self.heard)
         self.leads = made.lease is None
 
     async def read_all(self) -> None:
         """Everything there is; tried again until the API server gives it."""
         while True:
             try:
-                return await read_all(self._api, self.reader, self.workers, self._namespaces)
+                return await self._listing.read()
             except ApiError as error:
                 log.warning("what there is can't be read yet, is the CustomResourceDefinition installed? %s", error)
                 await asyncio.sleep(RETRY_SECONDS)
 
-    async def read_again(self) -> None:
+    async def compare(self) -> None:
         """Once the watches run, and from time to time."""
-        pause = AGAIN_SECONDS
+        pause = COMPARE_SOON_SECONDS
         while True:
             await asyncio.sleep(pause * random.uniform(0.75, 1))
-            await self.read_all()
-            pause = REREAD_SECONDS
+            try:
+                await self._listing.compare()
+                pause = COMPARE_SECONDS
+            except ApiError as error:
+                log.warning("what is known was not compared with what there is: %s", error)
+                pause = COMPARE_SOON_SECONDS
 
     async def _passed(self, key: Key, done: Pass | None, seconds: float) -> None:
         if done is None:
@@ -129,10 +134,10 @@ async def serve(made: Settings) -> int:
         if not await _unless_asked(operator.read_all()):
             return EXIT_DONE
         operator.workers.open()
-        tasks.append(operator.read_again())
+        tasks.append(operator.compare())
         log.info("version %s begins", version("weightsync"))
         watching = kopf.operator(
-            registry=registry_for(operator.reader, operator.workers, stop),
+            registry=registry_for(operator.reader, operator.workers, stop, operator.heard),
             settings=settings(),
             clusterwide=not made.namespaces,
             namespaces=made.namespaces,

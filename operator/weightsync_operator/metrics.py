@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Self
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client import Counter as CounterMetric
@@ -12,6 +15,28 @@ from prometheus_client.registry import Collector
 from weightsync_api.v1alpha1 import WeightSyncStatus
 
 from .plan import Key
+
+
+@dataclass(frozen=True, slots=True)
+class _Figures:
+    """What is told of one WeightSync: its status itself is some 50 objects large."""
+
+    conditions: tuple[tuple[str, str], ...]
+    step: int
+    last: tuple[int, int, float] | None
+    """Reserved bytes, their change, and seconds of the slowest ACK, of the last step."""
+
+    @classmethod
+    def of(cls, status: WeightSyncStatus) -> Self:
+        last = status.last_step
+        reserved = last.reserved_bytes if last else None
+        return cls(
+            tuple((sys.intern(c.type.value), sys.intern(c.status)) for c in status.conditions),
+            status.step,
+            (max(reserved.sender, reserved.receiver_max), reserved.delta, last.ack_microseconds.max / 1e6)
+            if last and reserved
+            else None,
+        )
 
 
 class OperatorMetrics(Collector):
@@ -24,7 +49,7 @@ class OperatorMetrics(Collector):
     def __init__(self, waiting: Callable[[], int]) -> None:
         self.registry = CollectorRegistry()
         self._waiting = waiting
-        self._statuses: dict[Key, WeightSyncStatus] = {}
+        self._figures: dict[Key, _Figures] = {}
         self._passes = Histogram(
             "weightsync_operator_reconcile_seconds",
             "Duration of a pass.",
@@ -51,15 +76,15 @@ class OperatorMetrics(Collector):
     def know(self, key: Key, status: WeightSyncStatus | None) -> None:
         """The newest status of a WeightSync; None: it is gone."""
         if status is None:
-            self._statuses.pop(key, None)
+            self._figures.pop(key, None)
         else:
-            self._statuses[key] = status
+            self._figures[key] = _Figures.of(status)
 
     def collect(self) -> Iterator[Metric]:
         waiting = GaugeMetricFamily("weightsync_operator_queue_depth", "WeightSyncs whose pass is due.")
         waiting.add_metric([], self._waiting())
         yield waiting
-        states = Counter((c.type.value, c.status) for status in self._statuses.values() for c in status.conditions)
+        states = Counter(condition for figures in self._figures.values() for condition in figures.conditions)
         conditions = GaugeMetricFamily(
             "weightsync_operator_weightsyncs", "WeightSyncs by condition.", labels=["condition", "status"]
         )
@@ -76,10 +101,9 @@ class OperatorMetrics(Collector):
             "weightsync_reserved_delta_bytes", "Largest change of reserved memory over the last step.", labels=labels
         )
         ack = GaugeMetricFamily("weightsync_ack_seconds", "Slowest ACK of the last step.", labels=labels)
-        for key, status in sorted(self._statuses.items()):
-            step.add_metric([*key], status.step)
-            if (last := status.last_step) is not None:
-                reserved.add_metric([*key], max(last.reserved_bytes.sender, last.reserved_bytes.receiver_max))
-                delta.add_metric([*key], last.reserved_bytes.delta)
-                ack.add_metric([*key], last.ack_microseconds.max / 1e6)
+        for key, figures in sorted(self._figures.items()):
+            step.add_metric([*key], figures.step)
+            if figures.last is not None:
+                for family, value in zip((reserved, delta, ack), figures.last, strict=True):
+                    family.add_metric([*key], value)
         yield from (step, reserved, delta, ack)

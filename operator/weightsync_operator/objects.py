@@ -18,6 +18,7 @@ from weightsync_api.v1alpha1 import API_VERSION, KIND
 from .curve_keys import CurveKeys
 from .plan import HTTP_PORT, LABEL_NAME, LABEL_ROLE, Plan, PodRole, PodSet, child_name
 from .platform import Problem
+from .pod_security import beyond_restricted
 from .pods import CONFIG_FILE, Tree, config_name, keys_name, pod_template
 
 MANAGER = "weightsync-operator"
@@ -61,11 +62,14 @@ class Rendered:
 
     objects: Sequence[Tree]
     problems: Sequence[Problem]
+    beyond_restricted: Sequence[str] = ()
+    """What of the pods the Pod Security level restricted refuses."""
 
 
 def render(plan: Plan, options: Options, keys: CurveKeys | None = None) -> Rendered:
     """The objects of a plan. `keys`: None where none are known yet; the Secret then has no data."""
     problems: list[Problem] = []
+    beyond: list[str] = []
     objects = [_config_map(plan)]
     if plan.config.curve_dir:
         objects.append(_secret(plan, keys))
@@ -76,10 +80,11 @@ def render(plan: Plan, options: Options, keys: CurveKeys | None = None) -> Rende
     for pods in plan.pod_sets:
         template, found = pod_template(plan, pods, options.image)
         problems += found
+        beyond += [f"{pods.name}: {what}" for what in beyond_restricted(template.get("spec") or {})]
         objects.append(_stateful_set(plan, pods, template, keys))
     for tree in objects:
         tree["metadata"].setdefault("annotations", {})[ANNOTATION_HASH] = digest(tree)
-    return Rendered(objects, list(dict.fromkeys(problems)))
+    return Rendered(objects, list(dict.fromkeys(problems)), beyond)
 
 
 def digest(tree: Any) -> str:

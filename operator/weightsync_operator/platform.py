@@ -46,6 +46,12 @@ class Observed:
     """None: it was deleted."""
     agents: tuple[ObservedAgent, ...] = ()
     problems: tuple[Problem, ...] = ()
+    beyond_restricted: tuple[str, ...] | None = None
+    """Fields of the pods that the Pod Security level restricted refuses; None: the platform has no pods."""
+
+
+class ReportRefusedError(Exception):
+    """What a sender's pod answered is no report of its WeightSync; the text says what it is, and from where."""
 
 
 class Platform(Protocol):
@@ -64,7 +70,10 @@ class Platform(Protocol):
         ...
 
     async def report(self, key: Key, after: int, wait: float) -> Report | None:
-        """The sender's report of steps above `after`; waits up to `wait` seconds for one. None: no answer."""
+        """The sender's report of steps above `after`; waits up to `wait` seconds for one. None: no answer.
+
+        Raises ReportRefusedError.
+        """
         ...
 
     async def write_status(self, ws: WeightSync, status: WeightSyncStatus) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from weightsync_api.agent_config import ENV_AGENTS
+
 from .plan import Plan, PlannedAgent
 from .platform import ObservedAgent
 
@@ -157,7 +159,7 @@ def agents_container(pod: Tree, agent: PlannedAgent) -> str:
     """Name of the container that runs an agent of this role."""
     for container in (pod.get("spec") or {}).get("containers") or ():
         for entry in container.get("env") or ():
-            if entry.get("name") == "WEIGHTSYNC_AGENTS" and f"{agent.role}:" in str(entry.get("value", "")):
+            if entry.get("name") == ENV_AGENTS and f"{agent.role}:" in str(entry.get("value", "")):
                 return str(container.get("name", ""))
     return ""
 
@@ -188,7 +190,7 @@ def trimmed(pod: Tree) -> dict[str, Any]:
     """What of a pod is read here and kept."""
     meta, spec, status = pod.get("metadata") or {}, pod.get("spec") or {}, pod.get("status") or {}
     containers = [
-        {"name": c.get("name"), "env": [e for e in c.get("env") or () if e.get("name") == "WEIGHTSYNC_AGENTS"]}
+        {"name": c.get("name"), "env": [e for e in c.get("env") or () if e.get("name") == ENV_AGENTS]}
         for c in spec.get("containers") or ()
     ]
     kept = ("name", "namespace", "uid", "resourceVersion", "labels", "deletionTimestamp", "creationTimestamp")

@@ -18,7 +18,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from weightsync_api.agent_config import ENV_CONFIG, ENV_NODE, ENV_POD
+from weightsync_api.agent_config import (
+    ENV_AGENTS,
+    ENV_COMMANDS,
+    ENV_CONFIG,
+    ENV_HTTP_OFFSET,
+    ENV_NODE,
+    ENV_POD,
+    ENV_RANK_STRIDE,
+)
 from weightsync_api.v1alpha1 import Device, SharedMemory, Transport
 
 from .overlay import OverlayError, clashes, merge, shown
@@ -284,9 +292,9 @@ def _container_defaults(plan: Plan, part: Part, image: str, own: bool) -> Tree:
         "volumeMounts": [{"name": VOLUME_TMP, "mountPath": "/tmp"}],
         # So that a crash's last lines are in the pod's status, and so in the condition.
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        # Not ready until it holds a whole step: a Service or a budget over the pods counts only those that do.
+        # Not ready until each agent holds a whole step: a Service or a budget over the pods counts only those that do.
         "readinessProbe": {
-            "httpGet": {"path": "/readyz", "port": port},
+            "httpGet": {"path": f"/readyz?agents={len(part.slots)}", "port": port},
             "periodSeconds": 5,
             "timeoutSeconds": 5,
             "failureThreshold": 3,
@@ -363,16 +371,16 @@ def _environment(plan: Plan, pods: PodSet, part: Part, commands: Mapping[str, li
         {"name": ENV_POD, "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "metadata.name"}}},
         {"name": ENV_NODE, "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "spec.nodeName"}}},
         {"name": ENV_CONFIG, "value": f"{CONFIG_DIR}/{CONFIG_FILE}"},
-        {"name": "WEIGHTSYNC_AGENTS", "value": agents},
+        {"name": ENV_AGENTS, "value": agents},
     ]
     if pods.rank_stride:
-        env.append({"name": "WEIGHTSYNC_RANK_STRIDE", "value": str(pods.rank_stride)})
+        env.append({"name": ENV_RANK_STRIDE, "value": str(pods.rank_stride)})
     if part.first:
-        env.append({"name": "WEIGHTSYNC_HTTP_OFFSET", "value": str(part.first)})
+        env.append({"name": ENV_HTTP_OFFSET, "value": str(part.first)})
     if commands:
         # The kubelet would expand $(NAME) before the launcher knows the agent's own variables.
         text = json.dumps(commands, ensure_ascii=False).replace("$", "$$")
-        env.append({"name": "WEIGHTSYNC_COMMANDS", "value": text})
+        env.append({"name": ENV_COMMANDS, "value": text})
     return env + _shared_host_memory(plan)
 
 

@@ -5,10 +5,13 @@ A platform that reads from watches asks the API server nothing while nothing cha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from weightsync_api.v1alpha1 import KIND
+from weightsync_api.v1alpha1 import API_VERSION, KIND
 
 from .kube_api import POD, KubeApi
 from .plan import LABEL_NAME, Key
@@ -19,17 +22,47 @@ ChildId = tuple[str, str]
 """Kind and name."""
 
 
+class Stored:
+    """What matters of one object at one version: of a pod its state, of a child all but its status.
+
+    It is kept as compressed JSON: with 1,000 WeightSyncs there are some 16,000 objects, which as Python's objects
+    would be about ten times as large, and few of them are looked at twice.
+    """
+
+    __slots__ = ("_packed", "content", "uid", "version")
+
+    def __init__(self, kind: str, tree: Tree) -> None:
+        self.uid, self.version = version_of(tree)
+        kept = trimmed(tree) if kind == POD else _without_noise(kind, tree)
+        meta = {name: value for name, value in kept["metadata"].items() if name != "resourceVersion"}
+        kept = {**kept, "metadata": meta}
+        for name, value in (("apiVersion", API_VERSION), ("kind", KIND)):
+            kept.pop(name, None)  # watches tell them, lists don't
+            kept |= {name: value} if kind == KIND else {}
+        text = json.dumps(kept, separators=(",", ":"), sort_keys=True).encode()
+        self.content = hashlib.blake2b(text, digest_size=12).digest()
+        """Differs wherever two versions differ in what matters."""
+        self._packed = zlib.compress(text, 1)
+
+    @property
+    def tree(self) -> Tree:
+        """A new copy each time."""
+        found: Tree = json.loads(zlib.decompress(self._packed))
+        found["metadata"]["resourceVersion"] = self.version
+        return found
+
+
 class Reader(Protocol):
     """Reads one WeightSync's objects. Raises ApiError."""
 
-    async def resource(self, key: Key) -> Tree | None: ...
+    async def resource(self, key: Key) -> Stored | None: ...
 
-    async def children(self, key: Key, ids: Sequence[ChildId]) -> Mapping[ChildId, Tree]:
+    async def children(self, key: Key, ids: Sequence[ChildId]) -> Mapping[ChildId, Stored]:
         """Those of `ids` that exist; they need not be ours."""
         ...
 
-    async def pods(self, key: Key) -> Mapping[str, Tree]:
-        """By name, as `pod_status.trimmed`."""
+    async def pods(self, key: Key) -> Mapping[str, Stored]:
+        """By name; their trees are as `pod_status.trimmed`."""
         ...
 
     def wrote(self, tree: Tree) -> None:
@@ -42,20 +75,21 @@ class LiveReader:
     def __init__(self, api: KubeApi) -> None:
         self._api = api
 
-    async def resource(self, key: Key) -> Tree | None:
-        return await self._api.get(KIND, key.namespace, key.name)
+    async def resource(self, key: Key) -> Stored | None:
+        tree = await self._api.get(KIND, key.namespace, key.name)
+        return Stored(KIND, tree) if tree is not None else None
 
-    async def children(self, key: Key, ids: Sequence[ChildId]) -> Mapping[ChildId, Tree]:
+    async def children(self, key: Key, ids: Sequence[ChildId]) -> Mapping[ChildId, Stored]:
         found = {}
         for kind, name in ids:
             tree = await self._api.get(kind, key.namespace, name)
             if tree is not None:
-                found[kind, name] = tree
+                found[kind, name] = Stored(kind, tree)
         return found
 
-    async def pods(self, key: Key) -> Mapping[str, Tree]:
+    async def pods(self, key: Key) -> Mapping[str, Stored]:
         pods = await self._api.list(POD, key.namespace, labels=f"{LABEL_NAME}={key.name}")
-        return {pod["metadata"]["name"]: trimmed(pod) for pod in pods}
+        return {pod["metadata"]["name"]: Stored(POD, pod) for pod in pods}
 
     def wrote(self, tree: Tree) -> None:
         pass
@@ -68,82 +102,94 @@ class WatchedReader:
     """
 
     def __init__(self) -> None:
-        self._resources: dict[Key, Tree] = {}
-        self._children: dict[Key, dict[ChildId, Tree]] = {}
-        self._pods: dict[Key, dict[str, Tree]] = {}
+        self._resources: dict[Key, Stored] = {}
+        self._children: dict[Key, dict[ChildId, Stored]] = {}
+        self._pods: dict[Key, dict[str, Stored]] = {}
 
     def put(self, kind: str, tree: Tree) -> Key | None:
-        """Takes an object in, unless this version or a newer one is known. Gives the WeightSync that has news by it."""
+        """Takes an object in, unless this version or a newer one is known. Gives the WeightSync that has news by it:
+        another content, not only another version."""
         key = owner_key(kind, tree)
         if key is None:
             return None
-        name = tree["metadata"]["name"]
-        shelf: dict[Any, Tree]
-        at: Any
-        if kind == KIND:
-            shelf, at = self._resources, key
-        elif kind == POD:
-            shelf, at, tree = self._pods.setdefault(key, {}), name, trimmed(tree)
-        else:
-            shelf, at = self._children.setdefault(key, {}), (kind, name)
-        if at in shelf and not _newer(tree, shelf[at]):
+        shelf, at = self._place(kind, key, tree["metadata"]["name"])
+        known = shelf.get(at)
+        if known is not None and not _newer(version_of(tree), known):
             return None
-        shelf[at] = without_noise(tree)
-        return key
+        stored = shelf[at] = Stored(kind, tree)
+        return None if known is not None and known.content == stored.content else key
 
     def drop(self, kind: str, tree: Tree) -> Key | None:
-        """Takes an object out. Gives the WeightSync that it belonged to."""
+        """Takes an object out, unless another one of its name is there by now. Gives the WeightSync that it was of."""
         key = owner_key(kind, tree)
-        if key is None:
-            return None
-        name, uid = tree["metadata"]["name"], tree["metadata"].get("uid")
-        if kind == KIND:
-            if _uid(self._resources.get(key)) == uid:
-                del self._resources[key]
-        elif kind == POD:
-            _out(self._pods, key, name, uid)
-        else:
-            _out(self._children, key, (kind, name), uid)
+        if key is not None:
+            self._drop(kind, key, tree["metadata"]["name"], version_of(tree)[0])
         return key
 
-    def replace(self, kind: str, trees: Sequence[Tree], namespace: str, version: str) -> set[Key]:
-        """Takes in all objects of a kind (of a namespace; empty: of all) as they were at `version`, and out what was
-        gone by then. Gives the WeightSyncs that have news by it."""
-        news = {key for tree in trees if (key := self.put(kind, {"kind": kind, **tree})) is not None}
-        there = {str(tree["metadata"].get("uid")) for tree in trees}
-        for tree in self._all(kind, namespace):
-            uid, known = version_of(tree)
-            if uid not in there and known.isdigit() and version.isdigit() and int(known) <= int(version):
-                gone = self.drop(kind, tree)
-                news |= {gone} if gone is not None else set()
-        return news
+    def knows(self, kind: str, tree: Mapping[str, Any]) -> bool:
+        """Whether this version of an object, or a newer one, is here. `tree`: its metadata will do."""
+        key = owner_key(kind, tree)
+        if key is None:
+            return True
+        shelf, at = self._place(kind, key, tree["metadata"]["name"])
+        return at in shelf and not _newer(version_of(tree), shelf[at])
 
-    def _all(self, kind: str, namespace: str) -> list[Tree]:
-        if kind == KIND:
-            found = [(key, tree) for key, tree in self._resources.items()]
-        elif kind == POD:
-            found = [(key, tree) for key, shelf in self._pods.items() for tree in shelf.values()]
-        else:
-            shelves = self._children.items()
-            found = [(key, tree) for key, shelf in shelves for at, tree in shelf.items() if at[0] == kind]
-        return [tree for key, tree in found if namespace in ("", key.namespace)]
+    def keep(self, kind: str, namespace: str, uids: set[str], version: str) -> set[Key]:
+        """Takes out what was gone by `version`, when these were all objects of a kind (of a namespace; empty: of all).
+
+        Gives the WeightSyncs that have news by it.
+        """
+        gone = [
+            (key, name, stored)
+            for key, name, stored in self._all(kind)
+            if namespace in ("", key.namespace) and stored.uid not in uids and _at_most(stored.version, version)
+        ]
+        for key, name, stored in gone:
+            self._drop(kind, key, name, stored.uid)
+        return {key for key, _, _ in gone}
 
     def versions(self) -> dict[Key, tuple[str, str]]:
         """UID and version of every WeightSync."""
-        return {key: version_of(tree) for key, tree in self._resources.items()}
+        return {key: (stored.uid, stored.version) for key, stored in self._resources.items()}
 
-    async def resource(self, key: Key) -> Tree | None:
+    async def resource(self, key: Key) -> Stored | None:
         return self._resources.get(key)
 
-    async def children(self, key: Key, ids: Sequence[ChildId]) -> Mapping[ChildId, Tree]:
+    async def children(self, key: Key, ids: Sequence[ChildId]) -> Mapping[ChildId, Stored]:
         known = self._children.get(key, {})
         return {child: known[child] for child in ids if child in known}
 
-    async def pods(self, key: Key) -> Mapping[str, Tree]:
+    async def pods(self, key: Key) -> Mapping[str, Stored]:
         return self._pods.get(key, {})
 
     def wrote(self, tree: Tree) -> None:
         self.put(tree["kind"], tree)
+
+    def _place(self, kind: str, key: Key, name: str) -> tuple[dict[Any, Stored], Any]:
+        """The shelf that an object is on, and its place there."""
+        if kind == KIND:
+            return self._resources, key
+        if kind == POD:
+            return self._pods.setdefault(key, {}), name
+        return self._children.setdefault(key, {}), (kind, name)
+
+    def _drop(self, kind: str, key: Key, name: str, uid: str) -> None:
+        shelf, at = self._place(kind, key, name)
+        if at in shelf and shelf[at].uid == uid:
+            del shelf[at]
+        if not self._pods.get(key, True):
+            del self._pods[key]
+        if not self._children.get(key, True):
+            del self._children[key]
+
+    def _all(self, kind: str) -> Iterator[tuple[Key, str, Stored]]:
+        if kind == KIND:
+            yield from ((key, key.name, stored) for key, stored in self._resources.items())
+        elif kind == POD:
+            yield from ((key, at, stored) for key, shelf in self._pods.items() for at, stored in shelf.items())
+        else:
+            for key, shelf in self._children.items():
+                yield from ((key, name, stored) for (of, name), stored in shelf.items() if of == kind)
 
 
 def owner_key(kind: str, tree: Mapping[str, Any]) -> Key | None:
@@ -159,30 +205,18 @@ def version_of(tree: Mapping[str, Any]) -> tuple[str, str]:
     return str(meta.get("uid", "")), str(meta.get("resourceVersion", ""))
 
 
-def without_noise(tree: Tree) -> Tree:
+def _without_noise(kind: str, tree: Tree) -> Tree:
+    """What of an object is compared: not who manages which field, and no child's status."""
     meta = {key: value for key, value in tree["metadata"].items() if key != "managedFields"}
-    return {**tree, "metadata": meta}
+    return {**{name: value for name, value in tree.items() if kind == KIND or name != "status"}, "metadata": meta}
 
 
-def _out(shelves: dict[Key, dict[Any, Tree]], key: Key, at: Any, uid: Any) -> None:
-    """Unless another object of the same name is there by now."""
-    shelf = shelves.get(key, {})
-    if _uid(shelf.get(at)) == uid:
-        shelf.pop(at, None)
-    if not shelf:
-        shelves.pop(key, None)
+def _newer(one: tuple[str, str], known: Stored) -> bool:
+    """Whether this is a later version of the object, or another object."""
+    uid, version = one
+    return uid != known.uid or (version != known.version and not _at_most(version, known.version))
 
 
-def _uid(tree: Tree | None) -> Any:
-    return tree["metadata"].get("uid") if tree else None
-
-
-def _newer(tree: Tree, known: Tree) -> bool:
-    """Whether this is a later version of the object, or another object. Versions of one kind are numbers that grow."""
-    one, other = tree["metadata"], known["metadata"]
-    if one.get("uid") != other.get("uid"):
-        return True
-    versions = str(one.get("resourceVersion", "")), str(other.get("resourceVersion", ""))
-    if not all(version.isdigit() for version in versions):
-        return versions[0] != versions[1]
-    return int(versions[0]) > int(versions[1])
+def _at_most(one: str, other: str) -> bool:
+    """Versions of one kind are numbers that grow."""
+    return one.isdigit() and other.isdigit() and int(one) <= int(other)

@@ -18,14 +18,14 @@ from weightsync_api.reports import Report, StepReport
 from weightsync_api.v1alpha1 import Condition, WeightSync, WeightSyncStatus
 
 from .plan import Key, plan
-from .platform import Platform
+from .platform import Platform, ReportRefusedError
 from .reserved import ReservedHistory
 from .status import HISTORY, is_about, next_status
 
 log = logging.getLogger("weightsync.reconcile")
 
-POLL_SECONDS = 10.0
-"""Length of one long poll for a report."""
+POLL_SECONDS = 60.0
+"""Length of one long poll for a report. A thousand senders with nothing to report are asked some 17 times a second."""
 MIN_POLL_SECONDS = 0.1
 RETRY_SECONDS = 0.25
 MAX_RETRY_SECONDS = 5.0
@@ -54,6 +54,8 @@ class _Memory:
     """Last step that was reported."""
     reserved: ReservedHistory = field(default_factory=lambda: ReservedHistory(1))
     written_at: datetime | None = None
+    refused: str = ""
+    """Why the sender's last answer is no report of this WeightSync; empty: it was one, or there was none."""
 
 
 class Reconciler:
@@ -94,7 +96,7 @@ class Reconciler:
         memory = self._memory(key, ws)
         before = ws.status or WeightSyncStatus()
         now, report = self._now(), memory.report
-        status = next_status(ws, planned, observed, report, now, before, memory.reserved)
+        status = next_status(ws, planned, observed, report, now, before, memory.reserved, memory.refused)
         if status == before:
             return Pass(ws, status, False, None)
         due = memory.written_at + self._interval if memory.written_at else now
@@ -122,9 +124,20 @@ class Reconciler:
     async def poll(self, key: Key, ws: WeightSync, wait: float = POLL_SECONDS) -> bool:
         """One long poll of the sender's report. False: nobody answered."""
         memory = self._memory(key, ws)
-        report = await self._platform.report(key, memory.after, wait)
-        if report is None or not is_about(report, ws):
+        try:
+            report = await self._platform.report(key, memory.after, wait)
+        except ReportRefusedError as error:
+            memory.refused = str(error)
             return False
+        if report is None:
+            return False
+        if not is_about(report, ws):
+            memory.refused = (
+                f"it reports for WeightSync {report.namespace[:63]}/{report.name[:63]} "
+                f"(UID {report.uid[:36] or 'unknown'}), not for this one (UID {ws.metadata.uid or 'unknown'})"
+            )
+            return False
+        memory.refused = ""
         if memory.report is not None and report.session != memory.report.session and memory.after:
             # A new sender counts on from its receivers' step, or from 1 where they are new too: ask for all it has.
             memory.after = 0
@@ -151,7 +164,11 @@ class Reconciler:
         delay = RETRY_SECONDS
         while True:
             before, asked_at = self.latest(key), time.monotonic()
-            if await self.poll(key, ws, poll):
+            refused = self._memory(key, ws).refused
+            answered = await self.poll(key, ws, poll)
+            if self._memory(key, ws).refused != refused:
+                wake()
+            if answered:
                 delay = RETRY_SECONDS
                 report = self.latest(key)
                 if report != before:

@@ -26,6 +26,8 @@ from .reserved import ReservedHistory
 from .text import latency, percentile, rate
 
 HISTORY = 10
+SHORT = 256
+"""Characters of a name that an agent reports."""
 
 
 def next_status(
@@ -36,12 +38,13 @@ def next_status(
     now: datetime,
     previous: WeightSyncStatus,
     reserved: ReservedHistory | None = None,
+    refused: str = "",
 ) -> WeightSyncStatus:
     """The status as it should be now.
 
     `report` brings steps that `previous` lacks, and may bring ones that it has; None: the sender did not answer (yet).
     `reserved` has the memory of all steps so far; without it, that of the report's steps is judged.
-    A report for another WeightSync is passed over.
+    A report for another WeightSync is passed over. `refused`: why the sender's last answer was none for this one.
     """
     if report is not None and not is_about(report, ws):
         report = None
@@ -72,15 +75,16 @@ def next_status(
         broken_step=last.step if last and not last.complete else 0,
         reserved=reserved,
         finished=finished,
+        refused=refused,
     )
     verdicts = _judge(facts, previous)
     wanted = len(replicas) if not ws.spec.suspend else ws.spec.receivers.replicas
     return WeightSyncStatus(
         observed_generation=ws.metadata.generation,
         conditions=_conditions(verdicts, ws.metadata.generation, now, previous.conditions),
-        transport=(report.transport if report else "") or plan.transport.value,
-        mode=(report.mode if report else "") or previous.mode,
-        route=(report.route if report else "") or previous.route,
+        transport=(report.transport[:SHORT] if report else "") or plan.transport.value,
+        mode=(report.mode[:SHORT] if report else "") or previous.mode,
+        route=(report.route[:SHORT] if report else "") or previous.route,
         names=(report.names[:1024] if report else "") or previous.names,
         replicas=sum(any(a.rank in there for a in replica) for replica in replicas),
         ready_replicas=synced,
@@ -124,7 +128,7 @@ def step_status(step: StepReport) -> StepStatus:
         reserved_bytes=ReservedBytes(
             sender=step.memory.reserved_after,
             receiver_max=max((row.memory.reserved_after for row in acked), default=0),
-            delta=step.delta,
+            delta=max(-(2**63), min(step.delta, 2**63 - 1)),
             peak=max([step.memory.peak, *(row.memory.peak for row in acked)]),
         ),
         ack_microseconds=AckMicroseconds(p50=percentile(acks, 50), p99=percentile(acks, 99), max=max(acks, default=0)),
@@ -179,8 +183,8 @@ def _agent(
     if told is not None:
         agent = agent.model_copy(
             update={
-                "node": told.node,
-                "gpu": told.gpu,
+                "node": told.node[:SHORT],
+                "gpu": told.gpu[:SHORT],
                 "state": told.state.value,
                 "message": told.message,
                 "step": told.step,
@@ -215,6 +219,8 @@ def _judge(facts: Facts, previous: WeightSyncStatus) -> dict[ConditionType, Verd
     }
     if (verified := conditions.ipc_verified(facts)) is not None:
         verdicts[ConditionType.IPC_VERIFIED] = verified
+    if (restricted := conditions.pods_restricted(facts)) is not None:
+        verdicts[ConditionType.PODS_RESTRICTED] = restricted
     # What is measured in steps stands until a new step says otherwise: a quiet sender is no evidence.
     for kind in (
         ConditionType.MEMORY_STABLE,

@@ -24,6 +24,7 @@ _ALARMS = frozenset(
         ConditionType.ACKS_TIMELY,
         ConditionType.TRANSPORT_OPTIMAL,
         ConditionType.IPC_VERIFIED,
+        ConditionType.PODS_RESTRICTED,
     }
 )
 

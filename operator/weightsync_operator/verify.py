@@ -18,8 +18,8 @@ import click
 from weightsync_api.v1alpha1 import KIND, ConditionType, StepStatus, WeightSync, WeightSyncStatus
 from weightsync_api.validation import ManifestError, read_weightsyncs
 
-from .cluster import UnreadableError, read_resource
 from .kube_api import POD, ApiError, KubeApi, Tree
+from .resource_tree import UnreadableError, read_resource
 from .text import latency, rate
 
 POLL_SECONDS = 1.0

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 
 from weightsync_api.v1alpha1 import WeightSync
 
-from .cluster import UnreadableError
 from .kube_api import ApiError
 from .plan import Key
 from .reconcile import Pass, Reconciler
+from .resource_tree import UnreadableError
 
 log = logging.getLogger("weightsync.workers")
 
-RESYNC_SECONDS = 60.0
+RESYNC_SECONDS = 600.0
 """A pass comes at least this often, whatever was missed; with jitter, so that a thousand don't come together."""
 PAUSE_SECONDS = 0.05
 """Between two passes: what comes together is taken in together."""
@@ -30,8 +30,9 @@ FIRST_BACKOFF = 0.5
 MAX_BACKOFF = 30.0
 MAX_PASSES = 16
 """Passes at a time."""
-PRIME_SECONDS = 3.0
-"""For which the first pass waits for the sender's report."""
+MAX_PRIMES = 64
+PRIME_SECONDS = 5.0
+"""For which the first pass waits for the sender's report, of so many at a time."""
 FOLLOW_RETRY_SECONDS = 2.0
 CLOSE_SECONDS = 5.0
 
@@ -65,6 +66,7 @@ class Workers:
         self._workers: dict[Key, _Worker] = {}
         self._open = asyncio.Event()
         self._turns = asyncio.Semaphore(MAX_PASSES)
+        self._primes = asyncio.Semaphore(MAX_PRIMES)
         self._closing = False
 
     @property
@@ -131,7 +133,7 @@ class Workers:
 
     async def _prime(self, key: Key) -> None:
         try:
-            async with asyncio.timeout(PRIME_SECONDS):
+            async with self._primes, asyncio.timeout(PRIME_SECONDS):
                 await self._reconciler.prime(key)
         except (ApiError, UnreadableError, TimeoutError) as error:
             log.debug("%s: nothing was read before the first pass: %s", key, error)

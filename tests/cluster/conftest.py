@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterator
 import pytest
 from control_plane import ControlPlane, programs
 from pod_cluster import PodCluster, alone, must_not_skip, why_no_pods
+from reconciling import Operator
 from weightsync_api.crd import render
 
 FAILED = pytest.StashKey[bool]()
@@ -34,6 +35,12 @@ def namespace(cluster: ControlPlane) -> Iterator[str]:
     cluster.kubectl("create", "namespace", name)
     yield name
     cluster.kubectl("delete", "namespace", name, "--wait=false")
+
+
+@pytest.fixture
+def operator(cluster: ControlPlane, namespace: str) -> Operator:
+    """Passes one at a time."""
+    return Operator(cluster, namespace)
 
 
 @pytest.fixture(scope="module")

@@ -2,76 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable
 
-import pytest
-from control_plane import ControlPlane, Tree
+from control_plane import Tree
 from operator_process import eventually, manifest
-from weightsync_operator.cluster import ClusterPlatform
-from weightsync_operator.kube_api import KubeApi
-from weightsync_operator.objects import Options
-from weightsync_operator.plan import Key
-from weightsync_operator.readers import LiveReader
-from weightsync_operator.reconcile import Pass, Reconciler
-
-CHILDREN = "configmaps,secrets,services,networkpolicies,poddisruptionbudgets,statefulsets"
-
-
-class Operator:
-    """The reconciler of one process, asked for single passes; it keeps its memory between them."""
-
-    def __init__(self, cluster: ControlPlane, namespace: str) -> None:
-        self.cluster = cluster
-        self.namespace = namespace
-        self.woken: list[Key] = []
-
-    def passes(self, *names: str) -> list[Pass]:
-        """One pass for each name, in one process' life."""
-
-        async def run(reconciler: Reconciler) -> list[Pass]:
-            return [await reconciler.reconcile(Key(self.namespace, name)) for name in names]
-
-        return self._with(run)
-
-    def _with(self, run: Callable[[Reconciler], Awaitable[list[Pass]]]) -> list[Pass]:
-        async def whole() -> list[Pass]:
-            api = await KubeApi.connect(self.cluster.operator_kubeconfig)
-            platform = ClusterPlatform(api, LiveReader(api), Options(image="agent:1"), self.woken.append)
-            try:
-                return await run(Reconciler(platform))
-            finally:
-                await platform.close()
-                await api.close()
-
-        return asyncio.run(whole())
-
-
-@pytest.fixture
-def operator(cluster: ControlPlane, namespace: str) -> Operator:
-    return Operator(cluster, namespace)
-
-
-def applied(operator: Operator, tree: Tree) -> None:
-    done = operator.cluster.apply(tree, operator.namespace)
-    assert done.returncode == 0, done.stderr
-
-
-def children(operator: Operator) -> dict[tuple[str, str], Tree]:
-    found = operator.cluster.list(CHILDREN, operator.namespace)
-    return {
-        (tree["kind"], tree["metadata"]["name"]): tree
-        for tree in found
-        if "weightsync.dev/name" in tree["metadata"].get("labels", {})
-    }
-
-
-def condition(operator: Operator, kind: str, name: str = "demo") -> tuple[str, str, str]:
-    tree = operator.cluster.get("weightsync", name, operator.namespace)
-    assert tree is not None
-    found = next(c for c in tree["status"]["conditions"] if c["type"] == kind)
-    return found["status"], found["reason"], found["message"]
+from reconciling import Operator, applied, children, condition, pod_count
 
 
 def test_one_pass_makes_every_object_with_an_owner_and_the_pods_follow(operator: Operator) -> None:
@@ -123,11 +58,6 @@ def template() -> Tree:
         "volumeMounts": [{"name": "x", "mountPath": "/x", "readOnly": False}],
     }
     return {"spec": {"containers": [container], "volumes": [{"name": "x", "emptyDir": {}}], "tolerations": []}}
-
-
-def pod_count(operator: Operator, count: int) -> list[Tree]:
-    eventually(lambda: len(operator.cluster.list("pods", operator.namespace)) == count)
-    return operator.cluster.list("pods", operator.namespace)
 
 
 def test_what_others_change_or_delete_is_put_right(operator: Operator) -> None:
@@ -208,55 +138,12 @@ def test_children_are_not_made_anew_in_a_foreground_deletion(operator: Operator)
     operator.cluster.kubectl("-n", operator.namespace, *patch)
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "tree"),
-    [
-        ("Secret", "demo-keys", {"apiVersion": "v1", "kind": "Secret", "stringData": {"mine": "1"}}),
-        (
-            "Service",
-            "demo-agents",
-            {"apiVersion": "v1", "kind": "Service", "spec": {"ports": [{"port": 80}], "selector": {"mine": "1"}}},
-        ),
-        ("ConfigMap", "demo-agents", {"apiVersion": "v1", "kind": "ConfigMap", "data": {"mine": "1"}}),
-    ],
-)
-def test_an_object_in_the_way_is_left_alone_and_named(operator: Operator, kind: str, name: str, tree: Tree) -> None:
-    applied(operator, {**tree, "metadata": {"name": name}})
-    before = operator.cluster.get(kind, name, operator.namespace)
-    applied(operator, manifest())
-    operator.passes("demo", "demo")
-    assert operator.cluster.get(kind, name, operator.namespace) == before
-    status, reason, message = condition(operator, "Ready")
-    assert (status, reason) == ("False", "NameTaken")
-    assert message.startswith(f"{kind} {name} was not made by the operator, and is left alone")
-    operator.cluster.kubectl("-n", operator.namespace, "delete", kind, name)
-    operator.passes("demo", "demo")
-    assert (kind, name) in children(operator)
-    assert condition(operator, "Ready")[1] != "NameTaken"
-
-
 def test_two_weightsyncs_never_share_an_object(operator: Operator) -> None:
     applied(operator, manifest("one"))
     applied(operator, manifest("two"))
     operator.passes("one", "two", "one", "two")
     owners = [tree["metadata"]["ownerReferences"][0]["name"] for tree in children(operator).values()]
     assert sorted(owners) == ["one"] * 6 + ["two"] * 6
-
-
-def test_a_name_of_63_characters_works(operator: Operator) -> None:
-    name = "a" * 63
-    applied(operator, manifest(name))
-    operator.passes(name)
-    pod_count(operator, 2)
-
-
-def test_a_template_that_clashes_is_a_condition_and_nothing_is_made(operator: Operator) -> None:
-    applied(operator, manifest(receivers={"template": {"spec": {"hostPID": True}}}))
-    operator.passes("demo")
-    assert children(operator) == {}
-    status, reason, message = condition(operator, "Ready")
-    assert (status, reason) == ("False", "TemplateClash")
-    assert "spec.receivers.template.spec.hostPID: must not be true" in message
 
 
 def test_a_template_that_the_api_server_refuses_is_a_condition_that_quotes_it(operator: Operator) -> None:

@@ -12,7 +12,7 @@ KEY = Key("ns", "demo")
 SERVICE = ("Service", "demo-agents")
 
 
-def service(version: str, uid: str = "u1") -> dict[str, Any]:
+def service(version: str, uid: str = "u1", ports: int = 0) -> dict[str, Any]:
     meta = {
         "namespace": "ns",
         "name": "demo-agents",
@@ -21,18 +21,19 @@ def service(version: str, uid: str = "u1") -> dict[str, Any]:
         "labels": {"weightsync.dev/name": "demo"},
         "managedFields": [{}],
     }
-    return {"kind": "Service", "metadata": meta}
+    return {"kind": "Service", "metadata": meta, "spec": {"ports": [{"port": n} for n in range(ports)]}}
 
 
 def held(reader: WatchedReader) -> dict[str, Any] | None:
-    return asyncio.run(reader.children(KEY, [SERVICE])).get(SERVICE)  # type: ignore[return-value]
+    found = asyncio.run(reader.children(KEY, [SERVICE])).get(SERVICE)
+    return found.tree if found is not None else None
 
 
 def test_what_is_not_newer_is_no_news() -> None:
     reader = WatchedReader()
     assert reader.put("Service", service("9")) == KEY
     assert reader.put("Service", service("9")) is None
-    assert reader.put("Service", service("10")) == KEY
+    assert reader.put("Service", service("10", ports=1)) == KEY
     assert reader.put("Service", service("9")) is None
     kept = held(reader)
     assert kept is not None
@@ -50,16 +51,37 @@ def test_an_old_object_s_end_does_not_take_its_successor_away() -> None:
     assert held(reader) is None
 
 
-def test_a_whole_list_brings_what_is_new_and_takes_out_what_is_gone() -> None:
+def test_another_version_of_the_same_content_is_no_news() -> None:
     reader = WatchedReader()
-    assert reader.replace("Service", [service("9")], "", "10") == {KEY}
-    assert reader.replace("Service", [service("9")], "", "11") == set()
-    assert reader.replace("Service", [], "other", "12") == set()
+    reader.put("Service", service("9"))
+    with_status = service("10") | {"status": {"loadBalancer": {}}, "apiVersion": "v1"}
+    assert reader.put("Service", with_status) is None
+    kept = held(reader)
+    assert kept is not None
+    assert kept["metadata"]["resourceVersion"] == "10"
+
+
+def test_a_whole_list_takes_out_what_is_gone_and_no_more() -> None:
+    reader = WatchedReader()
+    reader.put("Service", service("9"))
+    assert reader.keep("Service", "", {"u1"}, "11") == set()
+    assert reader.keep("Service", "other", set(), "12") == set()
+    assert reader.keep("Pod", "", set(), "12") == set()
     assert held(reader) is not None
-    assert reader.replace("Service", [], "", "8") == set(), "the list is older than what a watch brought"
+    assert reader.keep("Service", "", set(), "8") == set(), "the list is older than what a watch brought"
     assert held(reader) is not None
-    assert reader.replace("Service", [], "", "12") == {KEY}
+    assert reader.keep("Service", "", set(), "12") == {KEY}
     assert held(reader) is None
+
+
+def test_metadata_tells_whether_a_version_is_known() -> None:
+    reader = WatchedReader()
+    assert not reader.knows("Service", service("9"))
+    reader.put("Service", service("9"))
+    assert reader.knows("Service", service("9"))
+    assert reader.knows("Service", service("8"))
+    assert not reader.knows("Service", service("10"))
+    assert not reader.knows("Service", service("10", uid="u2"))
 
 
 def test_an_object_without_the_label_is_nobody_s() -> None:

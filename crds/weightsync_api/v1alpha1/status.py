@@ -23,6 +23,7 @@ class ConditionType(StrEnum):
     ACKS_TIMELY = "AcksTimely"
     TRANSPORT_OPTIMAL = "TransportOptimal"
     IPC_VERIFIED = "IPCVerified"
+    PODS_RESTRICTED = "PodsRestricted"
     SUSPENDED = "Suspended"
 
 
