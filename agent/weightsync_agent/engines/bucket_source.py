@@ -10,7 +10,7 @@ import torch
 
 from ..copy_plan import Bounces, CopyPlan, Pair, byte_view, pack_pairs
 from ..errors import ConfigError
-from ..manifest import align, layout
+from ..manifest import Layout, align, layout
 from ..names import NameRules
 from ..sources.module import Weights, gatherer_for
 from .bucket_messages import Placed
@@ -39,10 +39,7 @@ class BucketSource:
         whole = sum(align(entry.nbytes) for entry in self.manifest.tensors if entry.alias is None)
         self.half = align(max(min(bucket_bytes, whole), largest, 1))
         """Bytes of one bucket."""
-        self._layout = layout(self.manifest, self.half)
-        self.buckets = max(1, len(self._layout.buckets))
-        self.nbytes = self.half * min(2, self.buckets)
-        """Bytes of the buffer."""
+        self._lay_out(layout(self.manifest, self.half), 2)
         self._plans: list[CopyPlan] | None = None
         self._pairs: list[list[Pair]] = []
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -51,6 +48,13 @@ class BucketSource:
         for index, entry in enumerate(self.manifest.tensors):
             if entry.alias is not None:
                 self._aliases.setdefault(entry.alias, []).append(index)
+
+    def _lay_out(self, layout: Layout, halves: int) -> None:
+        self._layout = layout
+        self.buckets = max(1, len(layout.buckets))
+        self.halves = min(halves, self.buckets)
+        self.nbytes = self.half * self.halves
+        """Bytes of the buffer."""
 
     def attach(self, buffer: torch.Tensor) -> None:
         """`buffer`: uint8 [nbytes] on the weights' device, for the step that begins. Raises ConfigError."""
@@ -97,7 +101,7 @@ class BucketSource:
 
     def start(self, bucket: int) -> int:
         """First byte in the buffer of the half that this bucket goes through."""
-        return bucket % 2 * self.half
+        return bucket % self.halves * self.half
 
     def placed(self, bucket: int) -> list[Placed]:
         """The bucket's tensors and their places in the buffer; tied ones lie at one place, empty ones in bucket 0."""

@@ -10,11 +10,14 @@ from __future__ import annotations
 import io
 import pickle
 import pickletools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from multiprocessing.reduction import ForkingPickler
 
 import torch
+from torch import multiprocessing
 from torch.multiprocessing import reductions  # registers torch's reductions with ForkingPickler
 
 from ..errors import ConfigError, TransportError
@@ -96,6 +99,18 @@ def dumps_tensors(named: list[tuple[str, torch.Tensor]]) -> bytes:
     buffer = io.BytesIO()
     ForkingPickler(buffer, _PROTOCOL).dump(named)
     return buffer.getvalue()
+
+
+@contextmanager
+def sharing_by_name() -> Iterator[None]:
+    """Host memory is shared by file names for as long as this lasts, and not by descriptors, which go to relatives of
+    this process only: SGLang's server dies of one."""
+    before = multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
+    multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        multiprocessing.set_sharing_strategy(before)  # type: ignore[no-untyped-call]
 
 
 def loads(message: bytes, peer: str) -> object:

@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Environments of real engines for tests/engines, each made once: tests/engines/install.sh [verl] [vllm] [sglang] ...
+# They lie in WEIGHTSYNC_ENGINES (~/.cache/weightsync/engines). PYTHON: the repository's own, with torch.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+PYTHON=${PYTHON:-$PWD/.venv/bin/python}
+ENGINES=${WEIGHTSYNC_ENGINES:-$HOME/.cache/weightsync/engines}
+mkdir -p "$ENGINES"
+
+# An environment $1 that sees the packages of another ($2: its Python) behind its own: one torch serves several.
+beside() {
+  local there here
+  [[ -x $ENGINES/$1/bin/python ]] || "$2" -m venv --without-pip "$ENGINES/$1"
+  there=$("$2" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  here=$("$ENGINES/$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  echo "import site; site.addsitedir('$there')" > "$here/zz_beside.pth"
+  echo "$here"
+}
+
+# verl's bucket transfer and checkpoint-engine: without their dependencies, over the repository's torch. 50 MB.
+install_verl() {
+  local to
+  to=$(beside verl "$PYTHON")
+  "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target "$to" \
+    verl==0.9.1 checkpoint-engine==0.4.2 loguru==0.7.3 httpx==0.28.1 httpcore==1.0.9 h11 sniffio anyio \
+    fastapi==0.115.14 starlette==0.46.2 uvicorn
+  "$ENGINES/verl/bin/python" -c 'import torch, zmq, weightsync_agent, checkpoint_engine.ps, checkpoint_engine.worker'
+}
+
+# SGLang on the CPU, off its declared pins, over the packages and the torch of vLLM's environment. 0.9 GB.
+install_sglang() {
+  local to
+  [[ -x $ENGINES/vllm/bin/python ]] || { echo "SGLang needs vLLM's environment: $0 vllm sglang" >&2; exit 1; }
+  to=$(beside sglang "$ENGINES/vllm/bin/python")
+  "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target "$to" \
+    -r tests/engines/sglang-requirements.txt
+  "$ENGINES/sglang/bin/python" -c 'import sglang, torch'
+}
+
+for engine in "$@"; do
+  declare -F "install_$engine" >/dev/null || { echo "no section install_$engine in $0" >&2; exit 1; }
+  stamp=$ENGINES/$engine/.installed
+  version=$(declare -f "install_$engine"; cat tests/engines/"$engine"-requirements.txt 2>/dev/null || true)
+  if [[ ! -e $stamp || $(cat "$stamp") != "$version" ]]; then
+    echo "installing $engine into $ENGINES/$engine"
+    "install_$engine"
+    printf '%s' "$version" > "$stamp"
+  fi
+done

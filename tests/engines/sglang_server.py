@@ -1,0 +1,116 @@
+"""A real SGLang server on the CPU, in the environment that has it, and what its tokens should be."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from peer_process import ENVIRONMENTS, interpreter
+
+START_SECONDS = 550.0
+"""It takes a minute on a machine that does nothing else."""
+OPTIONS = [
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--disable-cuda-graph", "--disable-overlap-schedule", "--dtype", "float32", "--mem-fraction-static", "0.1"),
+    *("--max-total-tokens", "4096", "--skip-server-warmup", "--grammar-backend", "none", "--log-level", "warning"),
+]
+
+
+class SGLangServer:
+    """Killed with all its processes at the end of the `with` block."""
+
+    def __init__(self, model: Path, log: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        tools = ENVIRONMENTS / "vllm" / "bin"  # ninja
+        environment = {
+            **os.environ,
+            "PATH": f"{tools}:{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        command = [interpreter("sglang"), "-m", "sglang.launch_server", "--model-path", str(model), *OPTIONS]
+        self._log = log
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [*command, "--host", "127.0.0.1", "--port", str(port)],
+                stdout=output,
+                stderr=output,
+                env=environment,
+                start_new_session=True,
+            )
+        self._await_start()
+
+    def _await_start(self) -> None:
+        began = time.monotonic()
+        while True:
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                    return
+            except OSError:
+                late = time.monotonic() - began > START_SECONDS
+                if late or self.process.poll() is not None:
+                    self.close()
+                    raise AssertionError(f"SGLang did not start: {self._log.read_text()[-3000:]}") from None
+                time.sleep(0.5)
+
+    def ask(self, path: str, body: dict[str, object] | None = None, seconds: float = 100) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=seconds) as answer:
+            return json.loads(answer.read() or b"null")
+
+    def tokens(self, prompt: list[int], count: int = 16) -> list[int]:
+        sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+        found: list[int] = self.ask("/generate", {"input_ids": prompt, "sampling_params": sampling})["output_ids"]
+        return found
+
+    def kill(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(30)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.kill()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def fresh_tokens(model: Path, weights: dict[str, torch.Tensor], prompt: list[int], count: int = 16) -> list[int]:
+    """Of transformers on the same weights: an outside judge."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model)
+    judge = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    missing, unexpected = judge.load_state_dict(weights, strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}
+    judge.tie_weights()
+    with torch.no_grad():
+        ids = torch.tensor([prompt])
+        made = judge.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    found: list[int] = made[0, len(prompt) :].tolist()
+    return found

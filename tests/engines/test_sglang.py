@@ -1,0 +1,189 @@
+"""A real SGLang server follows a trainer: its greedy tokens are those of a fresh model on the new weights.
+
+On the CPU and off SGLang's declared pins, so optional: skipped where its environment is not installed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import vllm_models
+from sglang_server import SGLangServer, fresh_tokens
+from weightsync_agent.deadline import Deadline
+from weightsync_agent.engines.sglang import SGLangSender
+from weightsync_agent.errors import ConfigError, ManifestMismatch, StepFailed
+from weightsync_api.reports import AgentState
+
+pytestmark = pytest.mark.timeout(900)
+
+SHORT = list(range(10, 30))
+LONG = [(i * 7) % 400 + 10 for i in range(300)]
+"""Beyond a page of the prefix cache: wrong until that is emptied."""
+
+
+@pytest.fixture(scope="module", params=["untied", "tied"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def server(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
+    folder = tmp_path_factory.mktemp(kind)
+    model = vllm_models.write(folder / "model", kind, 0)
+    with SGLangServer(model, folder / "log") as running:
+        running.model = model  # type: ignore[attr-defined]
+        yield running
+
+
+def weights_of(kind: str, seed: int) -> dict[str, torch.Tensor]:
+    found = vllm_models.weights(kind, seed)
+    if kind == "tied":
+        found["lm_head.weight"] = found["model.embed_tokens.weight"]  # as a trainer's state_dict has it
+    return found
+
+
+def put(weights: dict[str, torch.Tensor], kind: str, seed: int) -> None:
+    for name, tensor in weights_of(kind, seed).items():
+        weights[name].copy_(tensor)
+
+
+def assert_serves(server: SGLangServer, weights: dict[str, torch.Tensor]) -> None:
+    for prompt in (SHORT, LONG):
+        assert server.tokens(prompt) == fresh_tokens(server.model, weights, prompt)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("way", ["distributed", "tensor"])
+def test_greedy_tokens_are_a_fresh_models_after_each_of_five_updates(server: SGLangServer, kind: str, way: str) -> None:
+    weights = weights_of(kind, 0)
+    sender = SGLangSender(weights, server.url, way=way, allow_object_wire=True, bucket_bytes=200_000)  # type: ignore[arg-type]
+    with sender:
+        for seed in range(1, 6):
+            put(weights, kind, seed)
+            report = sender.step()
+            assert (report.step, report.complete) == (seed, True)
+            assert_serves(server, weights)
+            assert sender.client.weight_version(Deadline(30)) == str(seed)
+
+
+def test_a_model_that_does_not_fit_is_refused_before_anything_is_asked_of_the_engine(
+    server: SGLangServer, kind: str
+) -> None:
+    before = server.tokens(SHORT), server.ask("/model_info")["weight_version"]
+    good = weights_of(kind, 9)
+    bad = {name: tensor for name, tensor in good.items() if name != "model.layers.1.mlp.down_proj.weight"}
+    bad["model.norm.weight"] = torch.zeros(65)
+    bad["model.nonsense.weight"] = torch.zeros(3)
+    bad["model.layers.0.mlp.up_proj.weight"] = good["model.layers.0.mlp.up_proj.weight"].bfloat16()
+    with SGLangSender(bad, server.url) as sender, pytest.raises(ManifestMismatch) as refused:
+        sender.step()
+    for difference in (
+        "model.norm.weight: the sender's shape is [65], the receiver's [64]",
+        "model.layers.0.mlp.up_proj.weight: the sender's dtype is bfloat16, the receiver's float32",
+        "model.nonsense.weight: sent, but the receiver has no such tensor",
+        "model.layers.1.mlp.down_proj.weight: the receiver has it, but it is not sent",
+    ):
+        assert difference in str(refused.value)
+    assert (server.tokens(SHORT), server.ask("/model_info")["weight_version"]) == before
+
+
+@pytest.mark.parametrize("pause", ["abort", "retract", "in_place"])
+def test_a_request_on_its_way_ends_as_the_pause_mode_says(server: SGLangServer, kind: str, pause: str) -> None:
+    if kind == "tied":
+        pytest.skip("the same as untied")
+    weights = weights_of(kind, 21)
+    answers: list[dict[str, object]] = []
+    with SGLangSender(weights, server.url, pause=pause) as sender:  # type: ignore[arg-type]
+        sender.step()
+        sampling = {"temperature": 0, "max_new_tokens": 700, "ignore_eos": True}
+        body: dict[str, object] = {"input_ids": SHORT, "sampling_params": sampling, "stream": False}
+        asking = threading.Thread(target=lambda: answers.append(server.ask("/generate", body, 300)))
+        asking.start()
+        while not running(server):
+            time.sleep(0.01)
+        put(weights, kind, 22)
+        sender.step()
+        asking.join(300)
+        if pause == "in_place":
+            sender.client.flush(Deadline(60))  # the step could not, under a request
+        assert_serves(server, weights)
+    meta = answers[0]["meta_info"]
+    assert isinstance(meta, dict)
+    assert meta["finish_reason"]["type"] == ("abort" if pause == "abort" else "length")
+
+
+def running(server: SGLangServer) -> bool:
+    loads = server.ask("/v1/loads?include=core")["loads"]
+    return any(load.get("num_running_reqs", 0) for load in loads)
+
+
+def test_a_source_that_fails_in_the_middle_leaves_the_engine_paused_until_a_whole_step(
+    server: SGLangServer, kind: str
+) -> None:
+    if kind == "tied":
+        pytest.skip("the same as untied")
+
+    class Unreadable(torch.Tensor):
+        broken = True
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if cls.broken and func is torch.Tensor.copy_:
+                raise RuntimeError("rank 3 is gone")
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    weights = {name: tensor.double() for name, tensor in weights_of(kind, 31).items()}
+    weights["lm_head.weight"] = weights["lm_head.weight"].as_subclass(Unreadable)
+    with SGLangSender(weights, server.url, bucket_bytes=100_000, dtype=torch.float32) as sender:
+        with pytest.raises(StepFailed, match="rank 3 is gone") as failed:
+            sender.step()
+        assert failed.value.report.receivers[0].state == AgentState.TAINTED
+        assert "step 1 broke off" in sender.tainted
+        answers: list[list[int]] = []
+        asking = threading.Thread(target=lambda: answers.append(server.tokens(SHORT)), daemon=True)
+        asking.start()
+        asking.join(2)
+        assert not answers  # paused: nobody is answered by mixed weights
+        Unreadable.broken = False
+        sender.step()
+        assert sender.tainted == ""
+        asking.join(100)
+        assert answers
+        assert_serves(server, {name: tensor.float() for name, tensor in weights.items()})
+
+
+def test_a_server_that_is_not_there_or_none_is_said(server: SGLangServer, kind: str) -> None:
+    weights = weights_of(kind, 1)
+    with pytest.raises(ConfigError, match="no URL of an SGLang server"):
+        SGLangSender(weights, "localhost:30000")
+    with pytest.raises(ConfigError, match="allow_object_wire"):
+        SGLangSender(weights, server.url, way="tensor")
+    with SGLangSender(weights, "http://127.0.0.1:9") as sender, pytest.raises(StepFailed, match="is it running"):
+        sender.step()
+    with (
+        SGLangSender(weights, server.url, expect=Path("/absent")) as sender,
+        pytest.raises(ConfigError, match="expect="),
+    ):
+        sender.step()
+
+
+def step_on(sender: SGLangSender) -> None:
+    for _ in range(100):
+        sender.step()
+
+
+def test_an_engine_that_is_killed_fails_the_step_in_time(kind: str, server: SGLangServer) -> None:
+    """Last: it kills the module's own server."""
+    weights = weights_of(kind, 1)
+    with SGLangSender(weights, server.url, step_timeout_seconds=60) as sender:
+        sender.step()
+        killer = threading.Timer(0.0, server.kill)
+        killer.start()
+        began = time.monotonic()
+        with pytest.raises(StepFailed):
+            step_on(sender)
+        assert time.monotonic() - began < 120
