@@ -37,8 +37,8 @@ def merged(model: torch.nn.Module) -> dict[str, torch.Tensor | Computed]:
     """The model that a peft model stands for, under the base's names: for `Sender(source=...)`.
 
     Which adapters are active, and whether they are merged or disabled, is looked at in each step. Values are those of
-    peft's `merge_and_unload(safe_merge=True)`, DoRA and other variants included. Raises ConfigError, naming the layer, where peft has
-    adapted it otherwise than by LoRA, or where the base is quantised.
+    peft's `merge_and_unload(safe_merge=True)`, DoRA and other variants included. Raises ConfigError, naming the layer,
+    where peft has adapted it otherwise than by LoRA, or where the base is quantised.
     """
     made = _merges(model)
     adapted = _adapter_prefixes(model)
