@@ -26,6 +26,15 @@ KEYS: Mapping[str, str] = {
 }
 """Field of a pod template -> the key that its entries are merged by."""
 
+HANDLERS = frozenset({"exec", "grpc", "httpGet", "tcpSocket"})
+UNIONS: Mapping[str, frozenset[str]] = {
+    "startupProbe": HANDLERS,
+    "livenessProbe": HANDLERS,
+    "readinessProbe": HANDLERS,
+}
+"""Field -> of these fields in it only one may be set. A template's own takes the place of another: a null, which would
+take it away too, never reaches the API server by `kubectl apply`, which drops it."""
+
 ADDED = frozenset({"tolerations"})
 """Lists whose entries are added."""
 
@@ -55,7 +64,7 @@ def merge(base: Any, overlay: Any, path: str = "") -> Any:
             elif key in ADDED:
                 merged[key] = [*(base.get(key) or []), *_entries(value, here)]
             elif isinstance(base.get(key), Mapping | list):
-                merged[key] = merge(base[key], value, here)
+                merged[key] = merge(_without_others(base[key], value, UNIONS.get(key)), value, here)
             else:
                 merged[key] = value
         return merged
@@ -82,6 +91,12 @@ def clashes(needed: Any, overlay: Any, path: str = "") -> Iterator[tuple[str, An
         yield path, overlay, needed
 
 
+def _without_others(base: Any, overlay: Any, union: frozenset[str] | None) -> Any:
+    if union is None or not isinstance(overlay, Mapping) or not union & overlay.keys():
+        return base
+    return {key: value for key, value in base.items() if key not in union or key in overlay}
+
+
 def _merge_keyed(base: list[Any], overlay: Any, key: str, path: str) -> list[Any]:
     merged = {entry[key]: entry for entry in base}
     for index, entry in enumerate(_entries(overlay, path)):
@@ -95,6 +110,8 @@ def _merge_keyed(base: list[Any], overlay: Any, key: str, path: str) -> list[Any
             merged[name] = {k: v for k, v in merged[name].items() if k != "value"}
         elif name in merged and "value" in entry:
             merged[name] = {k: v for k, v in merged[name].items() if k != "valueFrom"}
+        elif name in merged and path.endswith("volumes") and not merged[name].keys() & entry.keys() - {key}:
+            merged[name] = {}  # of another kind: a volume has one
         merged[name] = merge(merged.get(name, {}), entry, f"{path}[{name}]")
     return list(merged.values())
 

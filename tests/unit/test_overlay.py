@@ -56,6 +56,25 @@ def test_an_overlay_of_another_shape_is_refused_with_its_path(overlay: object, p
     assert (caught.value.path, str(caught.value)) == (path, sentence)
 
 
+def test_another_kind_of_probe_or_volume_takes_the_place_of_the_usual_one() -> None:
+    base = {
+        "livenessProbe": {"httpGet": {"path": "/healthz", "port": 8080}, "periodSeconds": 10},
+        "volumes": [{"name": "tmp", "emptyDir": {"sizeLimit": "1Gi"}}],
+    }
+    overlay = {
+        "livenessProbe": {"exec": {"command": ["true"]}},
+        "volumes": [{"name": "tmp", "persistentVolumeClaim": {"claimName": "scratch"}}],
+    }
+    assert merge(base, overlay) == {
+        "livenessProbe": {"exec": {"command": ["true"]}, "periodSeconds": 10},
+        "volumes": [{"name": "tmp", "persistentVolumeClaim": {"claimName": "scratch"}}],
+    }
+    assert merge(base, {"livenessProbe": {"httpGet": {"port": 9}}})["livenessProbe"] == {
+        "httpGet": {"path": "/healthz", "port": 9},
+        "periodSeconds": 10,
+    }
+
+
 def test_a_clash_is_a_field_that_both_set_to_different_values() -> None:
     needed = {
         "restartPolicy": "Always",
