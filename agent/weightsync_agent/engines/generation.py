@@ -137,7 +137,9 @@ class Generator:
         text = "" if self._tokenizer is None else self._tokenizer.decode(ids, skip_special_tokens=True)
         places = [text.find(stop) for stop in request.stops if stop in text]
         ended = (end is not None and not request.ignore_eos) or bool(places)
-        pieces = self._tokenizer.convert_ids_to_tokens(ids) if self._tokenizer is not None else [""] * len(ids)
+        # An embedding that is padded has ids that no tokenizer knows.
+        known = self._tokenizer.convert_ids_to_tokens(ids) if self._tokenizer is not None else ids
+        pieces = [piece if isinstance(piece, str) else "" for piece in known]
         return Choice(
             index=row,
             text=text[: min(places)] if places else text,
