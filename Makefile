@@ -96,6 +96,9 @@ bench-gpu2: $(GPU_READY) ## Measure between two GPUs, beside vLLM: writes benchm
 	$(GPU_PYTHON) benchmarks/gpu2.py
 	$(GPU_PYTHON) benchmarks/pod_routes.py
 
+bench-engines-gpu: $(GPU_READY) ## Measure updates of a running vLLM on one GPU: writes benchmarks/results/vllm-h200.json.
+	$(GPU_PYTHON) benchmarks/engines_gpu.py $(BENCH_ARGS)
+
 clean: ## Remove the virtual environments, the quickstart's model, and caches.
 	rm -rf .venv .venv-torch* examples/quickstart/build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find crds operator agent tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

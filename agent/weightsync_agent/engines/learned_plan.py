@@ -146,9 +146,9 @@ class _Given:
         return name, tensor
 
 
-class _Trace(TorchDispatchMode):
+class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, sources: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.plan = LearnedPlan()
         self.used: set[str] = set()
         self.opaque: set[str] = set()
@@ -214,7 +214,7 @@ class _Trace(TorchDispatchMode):
 
     def _follow(self, args: tuple[Any, ...], result: Any) -> None:
         """What is made out of a source, in memory of its own, is remembered as made out of it."""
-        given = [a for a in _tensors_in(args)]
+        given = list(_tensors_in(args))
         name = next((n for t in given if (n := self._source_of(t) or self._derived_of(t))), "")
         if not name:
             return
@@ -240,7 +240,8 @@ class _Trace(TorchDispatchMode):
         elif source.shape != into.shape:
             self.opaque.add(destination)
             self.plan.mismatches.append(
-                f"{name}: the sender's {list(source.shape)} does not fit {list(into.shape)} of the engine's {destination}"
+                f"{name}: the sender's {list(source.shape)} does not fit {list(into.shape)} of the engine's "
+                f"{destination}"
             )
         elif source.dtype != into.dtype:
             self.opaque.add(destination)

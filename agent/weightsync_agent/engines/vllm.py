@@ -11,6 +11,7 @@ engine, which pauses, resets the prefix cache and resumes around it. Nothing of 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import json
 import threading
@@ -48,7 +49,12 @@ class Engine(Protocol):
 class AsyncEngine(Protocol):
     """What of vLLM's `AsyncLLM` is used."""
 
-    async def collective_rpc(self, method: str, timeout: float | None, args: tuple[Any, ...]) -> list[Any]: ...
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None,  # noqa: ASYNC109 - vLLM's own name
+        args: tuple[Any, ...],
+    ) -> list[Any]: ...
 
 
 class HttpEngine:
@@ -150,6 +156,8 @@ class VllmEngine:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weightsync-vllm")
         self._joined = False
         self._core = True
+        self.reports: list[WorkerReport] = []
+        """What each worker said after the last step that it took."""
 
     def __enter__(self) -> Self:
         return self
@@ -220,10 +228,8 @@ class VllmEngine:
         """The workers leave their sender and keep their weights. Never raises for an engine that is gone."""
         if self._joined:
             self._joined = False
-            try:
+            with contextlib.suppress(ConfigError, TransportError):
                 self._call(CLOSE, "{}", 10.0)
-            except (ConfigError, TransportError):
-                pass
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -239,7 +245,7 @@ def step_all(sender: Sender, engines: Sequence[VllmEngine]) -> StepReport:
                 error.add_note(f"the engine: {cause}")
         raise
     for engine, future in zip(engines, taken, strict=True):
-        future.result(timeout=engine.options.timeout + sender.config.step_timeout_seconds)
+        engine.reports = future.result(timeout=engine.options.timeout + sender.config.step_timeout_seconds)
     return report
 
 

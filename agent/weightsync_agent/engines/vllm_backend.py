@@ -7,7 +7,7 @@ Its own client (vllm.py) needs one call a step instead, and pauses and resets ar
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,14 +15,25 @@ from ..errors import ConfigError
 from . import vllm_versions as vllm
 from .vllm_worker import JoinRequest, StepRequest, WorkerSync, index_of
 
-_BASE = "vllm.distributed.weight_transfer.base"
-WeightTransferEngine = vllm.hook(_BASE, "WeightTransferEngine")
-WeightTransferInitInfo = vllm.hook(_BASE, "WeightTransferInitInfo")
-WeightTransferUpdateInfo = vllm.hook(_BASE, "WeightTransferUpdateInfo")
+if TYPE_CHECKING:
+    # As far as they are used here: vLLM is in an engine's environment only.
+    class WeightTransferInitInfo: ...
+
+    class WeightTransferUpdateInfo: ...
+
+    class WeightTransferEngine:
+        def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None: ...
+        def parse_update_info(self, update_info: dict[str, Any]) -> Any: ...
+
+else:
+    _BASE = "vllm.distributed.weight_transfer.base"
+    WeightTransferEngine = vllm.hook(_BASE, "WeightTransferEngine")
+    WeightTransferInitInfo = vllm.hook(_BASE, "WeightTransferInitInfo")
+    WeightTransferUpdateInfo = vllm.hook(_BASE, "WeightTransferUpdateInfo")
 
 
 @dataclass
-class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+class InitInfo(WeightTransferInitInfo):
     """As JoinRequest."""
 
     config: dict[str, Any] | None = None
@@ -32,13 +43,13 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 
 @dataclass
-class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+class UpdateInfo(WeightTransferUpdateInfo):
     """As StepRequest."""
 
     timeout: float = field(default=60.0)
 
 
-class WeightSyncEngine(WeightTransferEngine):  # type: ignore[misc]
+class WeightSyncEngine(WeightTransferEngine):
     """One worker's end, as vLLM holds it."""
 
     init_info_cls = InitInfo

@@ -73,7 +73,7 @@ class CoreStep:
         self._timeout = timeout
 
     def run(self, text: str) -> Any:
-        """The workers' reports, or a Future of them while requests drain. Raises ConfigError and what a worker raises."""
+        """The workers' reports, or a Future of them while requests drain. Raises ConfigError, and what workers do."""
         try:
             request = CoreStepRequest.model_validate_json(text)
         except ValidationError as error:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from ..manifest import Manifest
 from . import vllm_versions as vllm
-from .learned_plan import LearnedPlan, learn
+from .learned_plan import LearnedPlan, Load, learn
 
 log = logging.getLogger("weightsync.vllm")
 
 PLAIN_METHODS = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"})
 """Quantisation methods whose processing after loading keeps the bytes (on a GPU). Others change them, or may."""
+
+PLAIN_EXPERTS = frozenset({"TRITON", "BATCHED_TRITON"})
+"""Kernels of unquantised experts that read them as the checkpoint has them."""
 
 
 class VllmModel:
@@ -47,7 +50,8 @@ class VllmModel:
         live = self.tensors()
         with vllm.current_config(self._vllm_config), self._as_loaded() as loaded:
             required = [name for name, tensor in loaded.items() if name in dict(self._parameters_now())]
-            plan = learn(manifest, self.model.load_weights, loaded, required)  # type: ignore[arg-type]
+            load = cast(Load, self.model.load_weights)
+            plan = learn(manifest, load, loaded, required)
         for placement in plan.placements:
             name = placement.destination
             before, now = loaded[name], live.get(name)
@@ -86,7 +90,7 @@ class VllmModel:
                         tie = (now.data_ptr(), now.numel()) if now is not None and now.numel() else None
                         if tie is not None and tie in known and known[tie].shape == meta.shape:
                             # Tied: one memory under two names stays one memory.
-                            current[name] = known[tie]  # type: ignore[assignment]
+                            current[name] = known[tie]
                             continue
                         restored = vllm.restore_references(meta, layer)
                         loader = getattr(restored, "weight_loader", None)
@@ -119,8 +123,8 @@ class VllmModel:
             packed = getattr(layer, "cpu_linear", None)
             if getattr(packed, "__closure__", None):
                 found[name] = "its weights are packed for this CPU, beside or instead of the parameter"
-            if getattr(layer, "cpu_fused_moe", None) is not None and getattr(layer, "w13_weight", None) is not None:
-                found[name] = "its experts are packed for this CPU"
+            if (layout := vllm.expert_layout(layer)) and layout not in PLAIN_EXPERTS:
+                found[name] = f"its experts are kept in the layout of {layout}"
         return found
 
     def _method_of(self, name: str) -> str:
@@ -138,8 +142,9 @@ class VllmModel:
         """A part of a reload; the first one begins it. vLLM keeps the tensors until their layer is complete."""
         with vllm.current_config(self._vllm_config), torch.no_grad():
             if not self._reloading:
+                vllm.forget_packed_experts(self.model)
+                self._reloading = True  # a beginning that fails has to be undone as well
                 vllm.initialize_reload(self.model)
-                self._reloading = True
             self.model.load_weights(named)  # type: ignore[operator]
 
     def finish(self) -> None:

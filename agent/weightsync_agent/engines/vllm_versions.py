@@ -108,6 +108,23 @@ def unwrapped(loader: Any) -> Any:
     return loader
 
 
+def expert_layout(layer: Any) -> str:
+    """The kernel whose layout a layer's experts are kept in, such as TRITON; empty: it has no experts."""
+    backend = getattr(getattr(layer, "quant_method", None), "unquantized_backend", None)
+    return str(getattr(backend, "name", backend or ""))
+
+
+def forget_packed_experts(model: Any) -> None:
+    """Before a reload on the CPU: experts are then packed anew, as at the first load.
+
+    vLLM 0.32 packs them once and leaves later weights unpacked under a kernel that expects packed ones.
+    """
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if method is not None and expert_layout(layer) == "CPU" and hasattr(method, "moe_kernel"):
+            method.moe_kernel = None
+
+
 def current_config(vllm_config: Any) -> Any:
     """The context in which vLLM's loaders find their configuration."""
     return hook("vllm.config", "set_current_vllm_config")(vllm_config)

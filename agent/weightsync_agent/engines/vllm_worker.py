@@ -84,7 +84,8 @@ class WorkerSync:
     def __init__(self, model: torch.nn.Module, vllm_config: Any, device: torch.device, index: int) -> None:
         vllm.warn_once()
         self._model = VllmModel(model, vllm_config)
-        self._device = device
+        # vLLM's may have no index
+        self._device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
         self._index = index
         self._request: JoinRequest | None = None
         self._receiver: Receiver | None = None
@@ -171,8 +172,8 @@ class WorkerSync:
         if self._mixed:
             return TransportError(f"rank {state.rank}: {state.message}; generation waits for the next whole step")
         return StepTimeout(
-            f"rank {state.rank}: no step began within {timeout:g} s ({state.state.value}: {state.message or 'joined'}); "
-            "the engine keeps its weights"
+            f"rank {state.rank}: no step began within {timeout:g} s "
+            f"({state.state.value}: {state.message or 'joined'}); the engine keeps its weights"
         )
 
     def _prove(self, target: VllmTarget) -> None:

@@ -1,0 +1,424 @@
+"""One case of engines_gpu.py, in a process of its own: this process is the trainer, vLLM's processes are the engine.
+
+    engine_case.py ours|theirs|fresh|http-ours|http-theirs MODEL STEPS DEVICE DIRECTORY
+
+Says one line `RESULT {...}` with what was measured. Cases that run beside each other wait until all their engines are
+up (BENCH_UP, a directory, and BENCH_PEERS, how many) and then measure one at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from weightsync_agent.manifest import Manifest, TensorEntry, arena_views
+from weightsync_agent.sources.shapes import MODELS, ModelConfig, shapes, tensors_of
+from weightsync_api.agent_config import AgentConfig
+
+WARMUPS = 5
+PROMPTS = 4
+TOKENS = 24
+BUFFER_BYTES = 1 << 30
+LAST_SEED = 3
+
+TINY = {
+    "tiny": ModelConfig(
+        architectures=("Qwen3ForCausalLM",), hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, vocab_size=500, tie_word_embeddings=True,
+    ),
+    "tiny-moe": ModelConfig(
+        architectures=("Qwen3MoeForCausalLM",), hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, vocab_size=512, num_experts=8,
+        moe_intermediate_size=128,
+    ),
+}  # fmt: skip
+KNOWN = {**MODELS, **TINY}
+
+
+def manifest_of(model: str) -> Manifest:
+    named = shapes(model) if model in MODELS else tensors_of(KNOWN[model])
+    return Manifest(tensors=tuple(TensorEntry(name=name, dtype="bfloat16", shape=shape) for name, shape in named))
+
+
+def fill(tensors: dict[str, torch.Tensor], seed: int) -> None:
+    """Random weights, the same for the same seed on the same device."""
+    device = next(iter(tensors.values())).device
+    generator = torch.Generator(device=device).manual_seed(seed)
+    small = max(t.shape[-1] for t in tensors.values()) < 1024
+    for name, tensor in tensors.items():
+        tensor.normal_(generator=generator).mul_(0.15 if small else 0.02)
+        if name.endswith("norm.weight"):
+            tensor.add_(1)
+
+
+def write_checkpoint(model: str, directory: Path, weights: dict[str, torch.Tensor] | None) -> Path:
+    """A configuration and a tokenizer; with weights, a whole checkpoint."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
+
+    numbers = KNOWN[model]
+    given: dict[str, Any] = numbers.model_dump(exclude={"architectures", "mlp_bias", "mlp_only_layers"})
+    moe = numbers.architectures[0] == "Qwen3MoeForCausalLM"
+    if moe:
+        given.update(num_experts_per_tok=min(8, numbers.num_experts // 2), norm_topk_prob=True, mlp_only_layers=[])
+    else:
+        for name in ("num_experts", "moe_intermediate_size", "decoder_sparse_step"):
+            given.pop(name)
+    config = (Qwen3MoeConfig if moe else Qwen3Config)(
+        **given, max_position_embeddings=2048, rms_norm_eps=1e-6, bos_token_id=1, eos_token_id=2, pad_token_id=0
+    )
+    config.architectures = list(numbers.architectures)
+    config.dtype = "bfloat16"
+    directory.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(directory)
+    words = ["<pad>", "<bos>", "<eos>", "<unk>"] + [f"w{i}" for i in range(4, min(numbers.vocab_size, 1000))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
+    ).save_pretrained(directory)
+    if weights is not None:
+        from safetensors.torch import save_file
+
+        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Once every engine beside this one is up, and while none of the others measures."""
+    up = Path(os.environ.get("BENCH_UP", tempfile.gettempdir()))
+    peers = int(os.environ.get("BENCH_PEERS", "1"))
+    up.mkdir(parents=True, exist_ok=True)
+    (up / f"up-{os.getpid()}").touch()
+    deadline = time.monotonic() + 180
+    while len(list(up.glob("up-*"))) < peers and time.monotonic() < deadline:
+        time.sleep(0.1)
+    with (up / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+class Case:
+    def __init__(self, model: str, steps: int, device: str, directory: Path) -> None:
+        self.model, self.steps, self.directory = model, steps, directory
+        self.device = torch.device(device)
+        self.cuda = self.device.type == "cuda"
+        self.manifest = manifest_of(model)
+
+    def sync(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def reserved(self) -> int:
+        return torch.cuda.memory_reserved() if self.cuda else 0
+
+    def engine_options(self) -> dict[str, Any]:
+        given: dict[str, Any] = {
+            "max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 1024, "enforce_eager": True, "seed": 0,
+            # Several engines on one device: without a size of its own each would trip over the others' memory.
+            "gpu_memory_utilization": 0.08, "kv_cache_memory_bytes": (256 if self.cuda else 64) << 20,
+        }  # fmt: skip
+        if self.cuda:
+            given["attention_config"] = {"backend": "TRITON_ATTN"}
+        return given
+
+    def llm(self, directory: Path, backend: str | None, load_format: str) -> Any:
+        from vllm import LLM
+
+        return LLM(
+            model=str(directory), load_format=load_format, worker_extension_cls="engine_worker.Measures",
+            weight_transfer_config={"backend": backend} if backend else None, **self.engine_options(),
+        )  # fmt: skip
+
+    def greedy(self, llm: Any) -> list[list[int]]:
+        """One request at a time: which share a batch decides the last bits of bfloat16."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+        return [
+            list(llm.generate([{"prompt_token_ids": p}], sampling, use_tqdm=False)[0].outputs[0].token_ids)
+            for p in prompts()
+        ]
+
+    def agent_config(self, folder: str) -> AgentConfig:
+        endpoint = f"ipc://{folder}/control"
+        return AgentConfig.model_validate(
+            {
+                "namespace": "default", "name": "engines", "device": "CUDA" if self.cuda else "CPU",
+                "transport": "IPC", "mode": "Direct", "receivers": 1, "bind": endpoint, "connect": endpoint,
+                "runtimeDir": folder, "joinTimeoutSeconds": 240, "ackTimeoutSeconds": 240, "stepTimeoutSeconds": 240,
+            }
+        )  # fmt: skip
+
+    # --- ours ---------------------------------------------------------------------------------------------------
+
+    def ours(self) -> dict[str, Any]:
+        directory = write_checkpoint(self.model, self.directory / self.model, None)
+        llm = self.llm(directory, "weightsync", "dummy")
+        with alone():
+            found = self._ours(llm)
+        found["digest"] = llm.collective_rpc("bench_digest")[0]
+        found["greedy"] = self.greedy(llm)
+        return found
+
+    def http_ours(self) -> dict[str, Any]:
+        directory = write_checkpoint(self.model, self.directory / self.model, None)
+        with Server(directory, "weightsync", self) as server, alone():
+            found = self._ours(server.url)
+            found["greedy"] = server.greedy()
+            return found
+
+    def _ours(self, target: Any) -> dict[str, Any]:
+        from weightsync_agent.engines.vllm import VllmEngine
+        from weightsync_agent.sender import Sender
+        from weightsync_agent.transport import make_arena
+
+        arena = make_arena(self.device, self.manifest.arena_bytes)
+        tensors = arena_views(self.manifest, arena.tensor())
+        fill(tensors, 1)
+        with tempfile.TemporaryDirectory(prefix="ws-") as folder:
+            config = self.agent_config(folder)
+            sender = Sender(tensors, config=config, arena=arena)
+            engine = VllmEngine(target, config=config)
+            engine.join()
+            self.sync()
+            began = time.perf_counter()
+            engine.step(sender)
+            first = time.perf_counter() - began
+            report = engine.reports[0]
+            fill(tensors, 2)
+            self.sync()
+            seconds, inside, trainer, there = [], [], [], []
+            for number in range(WARMUPS + self.steps):
+                began = time.perf_counter()
+                engine.step(sender)
+                took = time.perf_counter() - began
+                if number >= WARMUPS:
+                    seconds.append(took)
+                    inside.append(engine.reports[0].seconds)
+                    trainer.append(self.reserved())
+                    there.append(engine.reports[0].reserved_bytes)
+            fill(tensors, LAST_SEED)
+            self.sync()
+            engine.step(sender)
+            route = sender.report().route
+            engine.close()
+            sender.close()
+        return {
+            "seconds": seconds, "first_seconds": first, "inside_seconds": inside, "trainer_reserved": trainer,
+            "engine_reserved": there, "in_place": report.in_place, "proven": report.proven, "reason": report.reason,
+            "route": route,
+        }  # fmt: skip
+
+    # --- vLLM's own ---------------------------------------------------------------------------------------------
+
+    def theirs(self) -> dict[str, Any]:
+        directory = write_checkpoint(self.model, self.directory / self.model, None)
+        llm = self.llm(directory, "ipc", "dummy")
+        llm.init_weight_transfer_engine({"init_info": {}})
+
+        def send(info: Any) -> None:
+            llm.update_weights({"update_info": _given(info)})
+
+        def step(weights: dict[str, torch.Tensor]) -> None:
+            llm.start_weight_update()
+            _their_sender().trainer_send_weights(
+                iter(weights.items()), {"send_mode": send, "packed": True, "packed_buffer_size_bytes": BUFFER_BYTES}
+            )
+            llm.finish_weight_update()
+
+        with alone():
+            found = self._theirs(step, lambda: int(llm.collective_rpc("bench_reserved")[0]))
+        llm.reset_prefix_cache()
+        found["digest"] = llm.collective_rpc("bench_digest")[0]
+        found["greedy"] = self.greedy(llm)
+        return found
+
+    def http_theirs(self) -> dict[str, Any]:
+        directory = write_checkpoint(self.model, self.directory / self.model, None)
+        with Server(directory, "ipc", self) as server, alone():
+            from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient
+
+            client = HTTPVLLMWeightSyncClient(server.url)
+            client.init_weight_transfer_engine({})
+
+            def step(weights: dict[str, torch.Tensor]) -> None:
+                server.post("/pause?mode=keep")
+                client.start_weight_update()
+                _their_sender().trainer_send_weights(
+                    iter(weights.items()),
+                    {"send_mode": "http", "url": server.url, "packed": True, "packed_buffer_size_bytes": BUFFER_BYTES},
+                )
+                client.finish_weight_update()
+                server.post("/reset_prefix_cache")
+                server.post("/resume")
+
+            found = self._theirs(step, lambda: 0)
+            found["greedy"] = server.greedy()
+            return found
+
+    def _theirs(self, step: Callable[[dict[str, torch.Tensor]], None], reserved: Callable[[], int]) -> dict[str, Any]:
+        weights = {
+            entry.name: torch.empty(entry.shape, dtype=entry.torch_dtype, device=self.device)
+            for entry in self.manifest.tensors
+        }
+        fill(weights, 2)
+        self.sync()
+        seconds, trainer, there = [], [], []
+        for number in range(1 + self.steps):
+            began = time.perf_counter()
+            step(weights)
+            took = time.perf_counter() - began
+            if number:
+                seconds.append(took)
+            trainer.append(self.reserved())
+            there.append(reserved())
+        fill(weights, LAST_SEED)
+        self.sync()
+        step(weights)
+        return {"seconds": seconds, "trainer_reserved": trainer, "engine_reserved": there}
+
+    # --- a fresh engine -----------------------------------------------------------------------------------------
+
+    def fresh(self) -> dict[str, Any]:
+        weights = {
+            entry.name: torch.empty(entry.shape, dtype=entry.torch_dtype, device=self.device)
+            for entry in self.manifest.tensors
+        }
+        fill(weights, LAST_SEED)
+        directory = write_checkpoint(
+            self.model, self.directory / f"{self.model}-fresh", {n: t.cpu() for n, t in weights.items()}
+        )
+        weights.clear()
+        if self.cuda:
+            torch.cuda.empty_cache()
+        llm = self.llm(directory, None, "auto")
+        with alone():
+            pass
+        found = {"digest": llm.collective_rpc("bench_digest")[0], "greedy": self.greedy(llm)}
+        (directory / "model.safetensors").unlink()
+        return found
+
+
+class Server:
+    """vLLM's own HTTP server."""
+
+    def __init__(self, directory: Path, backend: str, case: Case) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        options = case.engine_options()
+        words = [
+            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(directory), "--host",
+            "127.0.0.1", "--port", str(port), "--served-model-name", "m", "--load-format", "dummy",
+            "--weight-transfer-config", json.dumps({"backend": backend}), "--enforce-eager", "--max-model-len", "512",
+            "--max-num-seqs", "8", "--max-num-batched-tokens", "1024",
+            "--gpu-memory-utilization", str(options["gpu_memory_utilization"]),
+            "--kv-cache-memory-bytes", str(options["kv_cache_memory_bytes"]),
+        ]  # fmt: skip
+        if case.cuda:
+            words += ["--attention-config", json.dumps(options["attention_config"])]
+        self._process = subprocess.Popen(words, stdout=sys.stderr, stderr=sys.stderr)
+
+    def __enter__(self) -> Server:
+        deadline = time.monotonic() + 240
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise RuntimeError(f"the server ended with {self._process.returncode}")
+            try:
+                with urllib.request.urlopen(self.url + "/health", timeout=2) as answer:
+                    if answer.status == 200:
+                        return self
+            except OSError:
+                time.sleep(0.2)
+        raise RuntimeError("the server did not come up within 240 s")
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def post(self, path: str, body: object | None = None) -> Any:
+        data = b"" if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self.url + path, data=data, method="POST", headers={"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=240) as answer:
+            text = answer.read()
+        return json.loads(text) if text.strip() else None
+
+    def greedy(self) -> list[list[int]]:
+        asked = {"model": "m", "temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, "return_token_ids": True}
+        return [
+            list(self.post("/v1/completions", {**asked, "prompt": p})["choices"][0]["token_ids"]) for p in prompts()
+        ]
+
+
+def prompts() -> list[list[int]]:
+    """They begin alike, so that the prefix cache has something to keep."""
+    return [
+        [4 + (7 * i) % 450 for i in range(40)] + [4 + (11 * i + n) % 450 for i in range(3 + n)] for n in range(PROMPTS)
+    ]
+
+
+def _their_sender() -> Any:
+    from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+
+    return IPCWeightTransferEngine
+
+
+def _given(info: Any) -> dict[str, Any]:
+    return {key: value for key, value in asdict(info).items() if value is not None}
+
+
+def main(kind: str, model: str, steps: str, device: str, directory: str) -> None:
+    case = Case(model, int(steps), device, Path(directory))
+    found = getattr(case, kind.replace("-", "_"))()
+    import vllm
+
+    found |= {
+        "vllm": vllm.__version__,
+        "kind": kind,
+        "model": model,
+        "bytes": case.manifest.nbytes,
+        "tensors": len(case.manifest.tensors),
+    }
+    print("RESULT " + json.dumps(found), flush=True)
+
+
+def leave(code: int) -> None:
+    """A driver of an engine can hang at exit, and an engine outlives its driver: both are ended here."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except BaseException:
+        traceback.print_exc()
+        leave(1)
+    leave(0)
