@@ -9,6 +9,8 @@ own parameters, every byte compared after the last. Needs `peers.py fetch` befor
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -83,6 +85,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.exit(2, "this needs a GPU, and none is visible\n")
     progress = Progress()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was measured until then is written
     found: list[BenchRow] = []
     try:
         for row in rows(options.model or MODELS, options.steps, options.soak, not options.no_peers, progress):

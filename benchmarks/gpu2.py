@@ -9,7 +9,9 @@ weights into the receiver's own parameters, every byte compared after the last. 
 from __future__ import annotations
 
 import argparse
+import signal
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from multiprocessing.connection import Connection
@@ -138,6 +140,7 @@ def main() -> None:
     if torch.cuda.device_count() < 2:
         parser.exit(2, f"this needs two GPUs, and {torch.cuda.device_count()} are visible\n")
     progress = Progress()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was measured until then is written
     found: list[BenchRow] = []
     try:
         for row in rows(options.model or MODELS, options.steps, options.soak, progress):

@@ -55,6 +55,8 @@ class _Load:
         self.memory = Memory(self.device)
 
     def load(self, named: Sequence[tuple[str, torch.Tensor]], *_: object) -> None:
+        if not named:  # verl's last bucket may be empty
+            return
         torch._foreach_copy_([self.weights[name] for name, _ in named], [tensor for _, tensor in named])
 
     def answers(self) -> dict[str, Any]:

@@ -37,6 +37,9 @@ LOOK_SECONDS = 0.05
 LOOKS = (os.cpu_count() or 1) >= 4
 """Whether a core can be spared for the first LOOK_SECONDS of each wait."""
 
+SEEN_SECONDS = 1e-4
+"""A sender that is looking takes an Ack in within 30 us."""
+
 HELLO_SECONDS = 0.01
 """How soon a Hello that did not go out is tried again."""
 
@@ -413,8 +416,18 @@ class Receiver:
             memory=self._memory,
         )
         transport.lay(protocol.encode(ack))
-        self._post(ack)
+        if not self._seen(transport):
+            self._post(ack)
         return begin.step
+
+    @staticmethod
+    def _seen(transport: ReceiverTransport) -> bool:
+        """Whether the sender was looking where the Ack was laid."""
+        until = time.perf_counter() + SEEN_SECONDS if LOOKS else 0.0
+        while time.perf_counter() < until:
+            if transport.taken():
+                return True
+        return False
 
     def _verify(self, transport: ReceiverTransport, commit: protocol.Commit) -> None:
         mine = transport.digests()

@@ -31,7 +31,7 @@ SERVICE_SECONDS = 0.05
 """How often receivers that say Hello between steps are admitted. Waiting on the socket's file descriptor instead would
 wake the service thread at every ACK, in the middle of the step's own thread."""
 
-SPIN_SECONDS = 0.002
+SPIN_SECONDS = 0.1
 SPINS = (os.cpu_count() or 1) >= 4
 """Whether a core can be spared for waiting: the trainer's thread does nothing else within a step."""
 
@@ -121,6 +121,7 @@ class Router:
             while not self._readable() and time.perf_counter() < spin_until:
                 if self._found(self._channel):
                     return
+                time.sleep(0)  # the trainer's other threads go first
         if timeout <= 0 or self._readable() or self._socket.poll(max(1, round(timeout * 1000))):
             self.take_all()
 
@@ -137,7 +138,9 @@ class Router:
         for rank in channel.ranks:
             if rank not in channel.acks and (frame := self._transport.find(rank)) is not None:
                 with suppress(protocol.ProtocolError):  # torn or foolish: what counts comes over the socket too
-                    any_found |= channel.take(channel.members[rank], protocol.decode_from_receiver(frame))
+                    if channel.take(channel.members[rank], protocol.decode_from_receiver(frame)):
+                        self._transport.took(rank)
+                        any_found = True
         return any_found
 
     def _readable(self) -> bool:

@@ -182,6 +182,9 @@ class SenderTransport(ABC):
         """A message that a receiver laid so. Never waits."""
         return None
 
+    def took(self, rank: int) -> None:
+        """The message that `find` gave last was of use: the receiver need not send it over ZeroMQ."""
+
     def open_step(self, step: int) -> None:
         """The tensors lie still from now on: where receivers can look at shared memory, they see it there."""
 
@@ -255,6 +258,10 @@ class ReceiverTransport(ABC):
     def find(self) -> bytes | None:
         """As SenderTransport.find, from the sender."""
         return None
+
+    def taken(self) -> bool:
+        """Whether the sender took what was laid last. Never waits."""
+        return False
 
     settled: bool = False
     """Once a step has started, nothing more is allocated in it: its memory may be read while its copies run."""

@@ -199,6 +199,9 @@ class IpcReceiver(ReceiverTransport):
     def find(self) -> bytes | None:
         return self._mailbox.find() if self._mailbox is not None else None
 
+    def taken(self) -> bool:
+        return self._mailbox is not None and self._mailbox.taken()
+
     # --- a step -------------------------------------------------------------------------------------------------
 
     def receive(self, channel: ReceiveChannel) -> None:

@@ -304,6 +304,10 @@ class IpcSender(SenderTransport):
         export = self._exports.get(rank)
         return export.mailbox.find() if export is not None else None
 
+    def took(self, rank: int) -> None:
+        if (export := self._exports.get(rank)) is not None:
+            export.mailbox.took()
+
     def open_step(self, step: int) -> None:
         for export in self._exports.values():
             export.page[STEP_WORD] = step & 0xFFFFFFFF

@@ -155,6 +155,10 @@ class SharedMemorySender(SenderTransport):
         export = self._exports.get(rank)
         return export.mailbox.find() if export is not None else None
 
+    def took(self, rank: int) -> None:
+        if (export := self._exports.get(rank)) is not None:
+            export.mailbox.took()
+
     def open_step(self, step: int) -> None:
         for export in self._exports.values():
             export.page[STEP_WORD] = step & 0xFFFFFFFF
@@ -277,6 +281,9 @@ class SharedMemoryReceiver(ReceiverTransport):
 
     def find(self) -> bytes | None:
         return self._mailbox.find() if self._mailbox is not None else None
+
+    def taken(self) -> bool:
+        return self._mailbox is not None and self._mailbox.taken()
 
     def receive(self, channel: ReceiveChannel) -> None:
         assert self._page is not None
