@@ -28,7 +28,7 @@ def interpreter(environment: str) -> str:
     """The Python of an engine's environment; skips the test where it is not installed."""
     path = ENVIRONMENTS / environment / "bin" / "python"
     if not path.exists():
-        pytest.skip(f"{path} is not there: `make test-engines` installs it")
+        pytest.skip(f"{path} is not there: `tests/engines/install.sh {environment}` makes it")
     return str(path)
 
 
