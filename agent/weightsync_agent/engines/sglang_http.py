@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import time
 from typing import Literal
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -16,6 +17,7 @@ from ..deadline import Deadline
 from ..errors import ConfigError, StepTimeout, TransportError
 
 MAX_ANSWER_BYTES = 16 << 20
+FLUSH_AGAIN_SECONDS = 0.05
 PauseMode = Literal["abort", "retract", "in_place"]
 
 
@@ -62,8 +64,21 @@ class SGLangClient:
         self.post("/continue_generation", {}, deadline)
 
     def flush(self, deadline: Deadline) -> None:
-        """Empties the prefix cache; waits for requests that hold it, up to the deadline. Raises TransportError."""
-        self._ask("POST", "/flush_cache?" + urlencode({"timeout": round(deadline.remaining, 1)}), "{}", deadline)
+        """Empties the prefix cache, trying again while a request holds it. Raises TransportError at the deadline.
+
+        Not by the endpoint's own `timeout`: that waits for requests which a pause holds back.
+        """
+        while True:
+            try:
+                self._ask("POST", "/flush_cache", "{}", deadline)
+                return
+            except TransportError as error:
+                if deadline.remaining < FLUSH_AGAIN_SECONDS:
+                    raise TransportError(
+                        f"the prefix cache could not be emptied within {deadline.seconds:.3g} s, and would serve the "
+                        f"old weights' work: {error}"
+                    ) from None
+            time.sleep(FLUSH_AGAIN_SECONDS)
 
     def post(self, path: str, body: dict[str, object], deadline: Deadline) -> dict[str, object]:
         """Raises TransportError with the server's message where it refuses, StepTimeout."""
