@@ -83,6 +83,8 @@ def ready(facts: Facts) -> Verdict:
                 f"what {who(0, sender.pod if sender else '')} answers is not believed: {facts.refused}: its container "
                 "must run the agent, or a program with the library, of the operator's version",
             )
+        if facts.report is None and (again := _started_again(facts, 0)) is not None:
+            return again
         if sender is None or facts.report is None:
             pod = sender.pod if sender else ""
             return false("WaitingForSender", f"{who(0, pod)} runs but has not reported yet")
@@ -96,6 +98,8 @@ def ready(facts: Facts) -> Verdict:
         # The platform's word on a process that does not run is nearer to the cause than the sender's.
         if (stopped := _not_running(facts, worst.rank)) is not None:
             return stopped
+        if (again := _started_again(facts, worst.rank)) is not None:
+            return again
         causes = listed([f"{who(a.rank, a.pod)} is {a.state}{f': {a.message}' if a.message else ''}" for a in behind])
         return false(
             f"Receiver{worst.state}", f"{len(behind)} of {len(receivers)} receivers hold no whole step: {causes}"
@@ -271,6 +275,15 @@ def _not_running(facts: Facts, rank: int) -> Verdict | None:
         return None
     times = f" (restarted {agent.restarts} times)" if agent.restarts > 1 else ""
     return false(agent.reason or "NotRunning", f"{who(rank, agent.pod)} does not run{times}: {agent.message}")
+
+
+def _started_again(facts: Facts, rank: int) -> Verdict | None:
+    """Why this agent had ended, where it runs again and has not caught up yet; None otherwise."""
+    agent = next((a for a in facts.observed.agents if a.rank == rank), None)
+    if agent is None or not agent.running or not agent.reason:
+        return None
+    times = f" ({agent.restarts} times)" if agent.restarts > 1 else ""
+    return false(agent.reason, f"{who(rank, agent.pod)} was started again{times}: {agent.message}")
 
 
 def describe_growth(history: ReservedHistory) -> str:

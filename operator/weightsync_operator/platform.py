@@ -25,7 +25,8 @@ class ObservedAgent:
     """Of the process that ran last, where none runs now; None: none has ended, it is still on its way."""
     restarts: int = 0
     reason: str = ""
-    """One CamelCase word where it does not run: ImagePullBackOff, Unschedulable, OOMKilled, Crashed."""
+    """One CamelCase word where it does not run: ImagePullBackOff, Unschedulable, OOMKilled, Crashed. Where it runs
+    again and is not ready yet: why it had ended."""
     message: str = ""
     """The cause in the platform's own words, for people."""
 

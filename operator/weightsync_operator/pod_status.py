@@ -58,11 +58,12 @@ def wants_events(pod: Tree) -> bool:
         return False
     for status in _statuses(pod):
         state, last = status.get("state") or {}, (status.get("lastState") or {}).get("terminated") or {}
-        if "running" in state:
+        if "running" in state and (status.get("ready") or not last):
             continue
         waiting = state.get("waiting") or {}
         ended = state.get("terminated") or last
-        if waiting.get("reason", "") in _EARLY or ended.get("exitCode") in _MAYBE_PROBE:
+        early = "running" not in state and waiting.get("reason", "") in _EARLY
+        if early or ended.get("exitCode") in _MAYBE_PROBE:
             return True
     return False
 
@@ -73,7 +74,12 @@ def _agent(agent: PlannedAgent, pod: Tree, events: Sequence[Tree]) -> ObservedAg
     state = status.get("state") or {}
     ended = state.get("terminated") or (status.get("lastState") or {}).get("terminated")
     running = "running" in state and (pod.get("status") or {}).get("phase") != "Failed"
-    reason, message = ("", "") if running else _why(pod, status, events)
+    reason, message = "", ""
+    if not running:
+        reason, message = _why(pod, status, events)
+    elif ended and not status.get("ready"):
+        # Started again: until it has caught up, why it had ended is what matters.
+        reason, message = _ended(ended, status, events)
     return ObservedAgent(
         rank=agent.rank,
         pod=agent.pod,

@@ -55,6 +55,17 @@ KILLING = {
 }
 
 
+def test_an_agent_that_was_started_again_has_its_cause_until_it_is_ready() -> None:
+    again = {"running": {"startedAt": "x"}}
+    tree = pod(again, last={"terminated": {"exitCode": 137, "reason": "OOMKilled"}}, restarts=1, phase="Running")
+    agent = seen(tree)
+    assert (agent.running, agent.reason, agent.exit_code) == (True, "OOMKilled", None)
+    tree["status"]["containerStatuses"][1]["ready"] = True
+    assert seen(tree).reason == ""
+    assert wants_events(pod(again, last={"terminated": KILLED}, restarts=1, phase="Running"))
+    assert not wants_events(pod(again, phase="Running"))
+
+
 @pytest.mark.parametrize(
     ("tree", "events", "reason", "message"),
     [

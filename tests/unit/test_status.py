@@ -73,6 +73,14 @@ def test_before_the_sender_reports_it_is_named() -> None:
     assert "demo-sender-0" in ready.message
 
 
+def test_an_agent_that_was_started_again_is_told_with_its_cause_until_it_has_caught_up() -> None:
+    ws = weightsync(**TWO)
+    again = ObservedAgent(0, "demo-sender-0", running=True, restarts=3, reason="OOMKilled", message="too much memory")
+    ready = the(status_of(ws, None, Observed(ws, (again,))), "Ready")
+    assert (ready.status, ready.reason) == ("False", "OOMKilled")
+    assert ready.message == "the sender (rank 0, pod demo-sender-0) was started again (3 times): too much memory"
+
+
 def test_an_agent_is_not_created_only_until_it_runs() -> None:
     ws = weightsync(**TWO)
     none = status_of(ws, None, Observed(ws, ()))
