@@ -19,6 +19,7 @@ programs=(
   "device-plugin . ./cmd/device-plugin"
   "pause . ./cmd/pause"
   "coredns coredns ."
+  "network-policies network-policies ."
   "helm helm helm.sh/helm/v3/cmd/helm"
 )
 

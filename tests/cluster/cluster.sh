@@ -30,8 +30,8 @@ node=node-1
 gpus=8
 host_ip=10.254.0.1 node_ip=10.254.0.2 # of the link, a /30
 pod_cidr=10.244.0.0/24 service_cidr=10.96.0.0/16
-servers=(etcd kube-apiserver kube-controller-manager kube-scheduler containerd kubelet kube-proxy coredns device-plugin)
-needed=(containerd runc containernetworking-plugins nftables conntrack iproute2 procps openssl)
+servers=(etcd kube-apiserver kube-controller-manager kube-scheduler containerd kubelet kube-proxy coredns device-plugin network-policies)
+needed=(containerd runc containernetworking-plugins nftables iptables conntrack iproute2 procps openssl)
 
 if [ -e /sys/fs/cgroup/cgroup.controllers ]; then cgroup=/sys/fs/cgroup/$name; else cgroup=/sys/fs/cgroup/pids/$name; fi
 
@@ -123,6 +123,7 @@ configure() {
   client kubelet "/O=system:nodes/CN=system:node:$node" "$conf/kubelet.kubeconfig"
   client kube-proxy /CN=system:kube-proxy "$conf/kube-proxy.kubeconfig"
   client coredns /CN=coredns "$conf/coredns.kubeconfig"
+  client network-policies /CN=network-policies "$conf/network-policies.kubeconfig"
 
   # Root may lack CAP_SYS_RESOURCE, which runc needs for a negative oom_score_adj: hence the restriction.
   cat >"$conf/containerd.toml" <<-TOML
@@ -213,6 +214,15 @@ network() {
   ip -n "$name" route add "$service_cidr" via "$host_ip"
 }
 
+# Hands the first packet of each connection to a pod to network-policies, but for the kubelet's, which probes. Its own
+# rules do so too, on kernels with CONFIG_NFT_QUEUE.
+policies() {
+  local rule=(POSTROUTING -d "$pod_cidr" -m conntrack --ctstate NEW -m owner ! --uid-owner 0 -j NFQUEUE --queue-num 100 --queue-bypass)
+  inside iptables -t mangle -C "${rule[@]}" 2>/dev/null || inside iptables -t mangle -A "${rule[@]}" 2>/dev/null ||
+    { say "NetworkPolicies are not enforced: this kernel has no NFQUEUE"; return; }
+  kubectl label --overwrite node "$node" weightsync.dev/network-policies=enforced >/dev/null
+}
+
 # inside COMMAND...: in the cluster's network namespace (not by `ip netns exec`, which hides the cgroups)
 inside() { nsenter --net="/run/netns/$name" "$@"; }
 
@@ -278,6 +288,8 @@ start() {
       --root-dir "$state/kubelet" --cert-dir "$pki" --hostname-override "$node" --node-ip "$node_ip" ;;
   kube-proxy) spawn kube-proxy "$bin/kube-proxy" --config "$conf/kube-proxy.yaml" ;;
   coredns) spawn coredns "$bin/coredns" -conf "$conf/Corefile" ;;
+  network-policies)
+    spawn network-policies "$bin/network-policies" -kubeconfig "$conf/network-policies.kubeconfig" -node "$node" -queue 100 ;;
   device-plugin) spawn device-plugin "$bin/device-plugin" -count "$gpus" ;;
   *) say "no server is called $1: ${servers[*]}"; return 2 ;;
   esac
@@ -319,12 +331,13 @@ up() {
   until_true 60 ctr version
   pause_image
   until_true 120 kubectl get --raw /readyz
-  kubectl get clusterrolebinding coredns >/dev/null 2>&1 ||
-    kubectl create clusterrolebinding coredns --clusterrole view --user coredns >/dev/null
+  kubectl get clusterrolebinding node >/dev/null 2>&1 ||
+    kubectl create clusterrolebinding node --clusterrole view --user coredns --user network-policies >/dev/null
   for server in "${servers[@]}"; do start "$server"; done
   until_true 120 kubectl wait --for condition=Ready "node/$node" --timeout 5s
   until_true 60 kubectl get serviceaccount default
   until_true 60 gpus_ready
+  policies
   for server in "${servers[@]}"; do
     running "$server" || { say "$server ended:" && tail -n 5 "$log/$server.log" >&2 && return 1; }
   done
