@@ -22,7 +22,7 @@ from weightsync_api.v1alpha1 import API_VERSION, KIND, WeightSync, WeightSyncSta
 
 from .curve_keys import CurveKeys
 from .drift import covered
-from .kube_api import ApiError, KubeApi, Tree
+from .kube_api import POD, ApiError, KubeApi, Tree
 from .objects import ANNOTATION_HASH, SECRET, STATEFUL_SET, Options, Rendered, child_names, render
 from .plan import HTTP_PORT, ClusterAddresses, Key, Plan, PlanDefaults, plan
 from .platform import Observed, Problem
@@ -31,6 +31,7 @@ from .pod_status import observe_agents
 from .readers import ChildId, Reader, Stored
 from .reports_client import ReportsClient, ReportUnavailableError
 from .resource_tree import read_resource, status_tree
+from .rolling import outdated
 
 log = logging.getLogger("weightsync.cluster")
 
@@ -120,7 +121,9 @@ class ClusterPlatform:
 
     async def apply(self, planned: Plan) -> None:
         """Raises ApiError where the API server does not answer; what it refuses is told by the next `observe`."""
-        await self._carry_out(planned, await self._children(planned))
+        children = await self._children(planned)
+        await self._carry_out(planned, children)
+        await self._roll(planned, children)
 
     async def report(self, key: Key, after: int, wait: float) -> Report | None:
         stored = await self._reader.resource(key)
@@ -246,6 +249,23 @@ class ClusterPlatform:
             live = stored.tree
             if _ours(planned, live) and not live["metadata"].get("deletionTimestamp"):
                 await self._api.delete(kind, planned.namespace, name, live["metadata"]["uid"])
+
+    async def _roll(self, planned: Plan, children: Children) -> None:
+        """Ends pods of an earlier revision that hold nothing, all at once."""
+        pods = await self._reader.pods(planned.key)
+        for pods_of in planned.pod_sets:
+            live = children.get((STATEFUL_SET, pods_of.name))
+            if live is None or not any(pods_of.pod_name(n) in pods for n in range(pods_of.replicas)):
+                continue
+            trees = {name: pod.tree for name, pod in pods.items()}
+            for pod in outdated(pods_of, live.tree, trees):
+                try:
+                    await self._api.delete(POD, planned.namespace, pod.name, pod.uid)
+                except ApiError as error:
+                    if not error.refused:
+                        raise
+                    log.debug("%s: %s is left to the StatefulSet's controller: %s", planned.key, pod.name, error)
+                    return
 
     def _refuse(self, planned: Plan, problem: Problem) -> None:
         key = planned.key

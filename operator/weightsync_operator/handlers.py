@@ -64,7 +64,8 @@ def settings() -> kopf.OperatorSettings:
     made.posting.enabled = False
     made.watching.server_timeout, made.watching.client_timeout, made.watching.connect_timeout = 300, 310, 30
     made.watching.reconnect_backoff = 1
-    made.watching.chunk_size = 500
+    # Kopf lists all kinds at the same time: so many objects of each are in memory at once, in full.
+    made.watching.chunk_size = 50
     for kind, (group, version, plural) in WATCHED.items():
         if kind != KIND:
             made.watching.label_selectors[group, version, plural] = LABEL_NAME

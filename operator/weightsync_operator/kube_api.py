@@ -26,7 +26,7 @@ Tree = dict[str, Any]
 Trees = list[Tree]
 
 REQUEST_SECONDS = 30.0
-PAGE = 250
+PAGE = 100
 """Objects in one answer to a list."""
 JSON = "application/json"
 APPLY = "application/apply-patch+yaml"

@@ -26,7 +26,7 @@ from prometheus_client.exposition import choose_encoder
 
 from .cluster import ClusterPlatform
 from .handlers import registry_for, settings
-from .health import WatchHealth
+from .health import SILENT_SECONDS, WatchHealth
 from .kube_api import ApiError, KubeApi
 from .lease import Lease, LeaseLostError
 from .listing import Listing
@@ -56,6 +56,7 @@ class Settings:
     identity: str = ""
     operator_namespace: str = ""
     status_interval: float = 2.0
+    max_silence: float = SILENT_SECONDS
     resync: float = RESYNC_SECONDS
     http: tuple[str, int] | None = None
 
@@ -73,7 +74,7 @@ class Operator:
         self.workers = Workers(self.reconciler, self._passed, made.resync)
         self._listing = Listing(api, self.reader, self.workers.wake, made.namespaces)
         self.heard = Heard()
-        self.health = WatchHealth(api, self.reader, made.namespaces, self.heard)
+        self.health = WatchHealth(api, self.reader, made.namespaces, self.heard, made.max_silence)
         self.leads = made.lease is None
 
     async def read_all(self) -> None:
@@ -226,6 +227,13 @@ async def _http(operator: Operator, metrics: OperatorMetrics, address: tuple[str
 @click.option("--lease", help="NAMESPACE/NAME of the Lease to hold while acting; none: this is the only operator.")
 @click.option("--operator-namespace", default="", help="Where this runs: its pods may reach the agents.")
 @click.option("--status-interval", type=click.FloatRange(0, 3600), default=2.0, show_default=True, help="Seconds.")
+@click.option(
+    "--max-silence",
+    type=click.FloatRange(1, 86400),
+    default=SILENT_SECONDS,
+    show_default=True,
+    help="Seconds without an event or bookmark of a watch, of which one is due each minute, until /healthz fails.",
+)
 @click.option("--http", default="0.0.0.0:8081", show_default=True, help="/healthz, /readyz, /metrics; empty: none.")
 @click.option("--log-level", type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"]), default="INFO")
 def main(
@@ -234,6 +242,7 @@ def main(
     lease: str | None,
     operator_namespace: str,
     status_interval: float,
+    max_silence: float,
     http: str,
     log_level: str,
 ) -> None:
@@ -249,6 +258,7 @@ def main(
         identity=f"{os.environ.get('HOSTNAME') or socket.gethostname()}_{uuid.uuid4().hex[:8]}",
         operator_namespace=operator_namespace,
         status_interval=status_interval,
+        max_silence=max_silence,
         http=_address(http) if http else None,
     )
     sys.exit(asyncio.run(serve(made)))

@@ -200,7 +200,10 @@ def trimmed(pod: Tree) -> dict[str, Any]:
         for c in spec.get("containers") or ()
     ]
     kept = ("name", "namespace", "uid", "resourceVersion", "labels", "deletionTimestamp", "creationTimestamp")
-    conditions = [c for c in status.get("conditions") or () if c.get("type") == "PodScheduled"]
+    told = status.get("conditions") or ()
+    conditions = [c for c in told if c.get("type") == "PodScheduled"]
+    # Its times change with every probe; whether it is ready is all that is read.
+    conditions += [{"type": "Ready", "status": c.get("status")} for c in told if c.get("type") == "Ready"]
     phases = ("phase", "reason", "message", "podIP", "containerStatuses", "initContainerStatuses")
     return {
         "metadata": {key: meta[key] for key in kept if key in meta},

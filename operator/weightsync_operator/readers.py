@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from weightsync_api.v1alpha1 import API_VERSION, KIND
 
 from .kube_api import POD, KubeApi
+from .objects import STATEFUL_SET
 from .plan import LABEL_NAME, Key
 from .pod_status import trimmed
 
@@ -23,7 +24,7 @@ ChildId = tuple[str, str]
 
 
 class Stored:
-    """What matters of one object at one version: of a pod its state, of a child all but its status.
+    """What matters of one object at one version: of a pod its state, of a child its plan.
 
     It is kept as compressed JSON: with 1,000 WeightSyncs there are some 16,000 objects, which as Python's objects
     would be about ten times as large, and few of them are looked at twice.
@@ -206,9 +207,13 @@ def version_of(tree: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _without_noise(kind: str, tree: Tree) -> Tree:
-    """What of an object is compared: not who manages which field, and no child's status."""
-    meta = {key: value for key, value in tree["metadata"].items() if key != "managedFields"}
-    return {**{name: value for name, value in tree.items() if kind == KIND or name != "status"}, "metadata": meta}
+    """What of an object is read: not who manages which field, and of a child's status only a set's revision."""
+    kept = {**tree, "metadata": {key: value for key, value in tree["metadata"].items() if key != "managedFields"}}
+    if kind != KIND:
+        status = kept.pop("status", None) or {}
+        if kind == STATEFUL_SET:
+            kept["status"] = {name: status.get(name) for name in ("observedGeneration", "updateRevision")}
+    return kept
 
 
 def _newer(one: tuple[str, str], known: Stored) -> bool:

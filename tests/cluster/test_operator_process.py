@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import signal
 import time
+import urllib.error
+import urllib.request
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from control_plane import ControlPlane, Tree
@@ -134,10 +137,30 @@ def test_an_idle_operator_asks_the_api_server_nothing_and_ends_at_once(
         before = len(list(cluster.audit()))
         time.sleep(5)
         assert [e for e in list(cluster.audit())[before:] if e["verb"] != "watch"] == []
+        maps = Path(f"/proc/{operator.process.pid}/maps").read_text()
+        assert "torch" not in maps, "it has nothing to do with tensors"
         began = time.monotonic()
         operator.process.send_signal(signal.SIGTERM)
         assert operator.process.wait(10) == 0
         print(f"it ended {time.monotonic() - began:.2f} s after SIGTERM")
+
+
+def test_an_operator_that_hears_nothing_says_so_in_healthz(cluster: ControlPlane, namespace: str) -> None:
+    # Bookmarks come once a minute: after a second without any this one thinks that its watches are deaf.
+    with OperatorProcess(cluster, "-n", namespace, "--max-silence", "1") as operator:
+
+        def unhealthy() -> bool:
+            try:
+                urllib.request.urlopen(f"http://{operator.http}/healthz", timeout=10).close()
+            except urllib.error.HTTPError as error:
+                return error.code == 503 and b"no event and no bookmark of /api" in error.read()
+            return False
+
+        eventually(unhealthy)
+    with OperatorProcess(cluster, "-n", namespace) as operator:
+        eventually(lambda: operator.get("readyz") == "ok\n")
+        time.sleep(3)
+        assert operator.get("healthz") == "ok\n"
 
 
 def test_a_deleted_child_comes_back_at_once(cluster: ControlPlane, namespace: str) -> None:

@@ -65,7 +65,8 @@ capabilities:
   verbs: [update]
 - apiGroups: [""]
   resources: [pods]
-  verbs: [list, watch]
+  # Those of an earlier revision that hold nothing are ended at once.
+  verbs: [list, watch, delete]
 # Server-side apply is a patch, and a creation where there is none. All but budgets go with their WeightSync.
 - apiGroups: [""]
   resources: [configmaps, secrets, services]
