@@ -59,15 +59,19 @@ def join(model: str, progress: Progress) -> BenchRow:
     )
 
 
-def rows(models: Sequence[str], steps: int, soak: int, with_peers: bool, progress: Progress) -> Iterator[BenchRow]:
+def rows(
+    models: Sequence[str], steps: int, soak: int, with_peers: bool, brief: bool, progress: Progress
+) -> Iterator[BenchRow]:
     for model in models:
         modes = (TransferMode.DIRECT, TransferMode.PACKED)
         # With digests at the largest alone: their time goes by the bytes.
-        verifies = (False, True) if model == models[-1] else (False,)
+        verifies = (False, True) if model == models[-1] and not brief else (False,)
         cases = [case(model, mode, steps, verify=verify) for verify in verifies for mode in modes]
-        cases.insert(1, replace(cases[0], touched_by="Copy"))
+        if not brief:
+            cases.insert(1, replace(cases[0], touched_by="Copy"))
         yield from run(Plan(cases=cases, soak=False, peers=with_peers), progress).rows
-    yield join(models[-1], progress)
+    if not brief:
+        yield join(models[-1], progress)
     if soak:
         for mode in (TransferMode.DIRECT, TransferMode.PACKED):
             plan = Plan(cases=[case(models[0], mode, soak)], soak=True, peers=False)
@@ -79,6 +83,7 @@ def main() -> None:
     parser.add_argument("--model", action="append", help=f"repeatable; default: {', '.join(MODELS)}")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--soak", type=int, default=1000, help="steps of the soak at the first model; 0: none")
+    parser.add_argument("--brief", action="store_true", help="no digests, no join by torch handles")
     parser.add_argument("--no-peers", action="store_true", help="ours alone")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     options = parser.parse_args()
@@ -88,7 +93,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was measured until then is written
     found: list[BenchRow] = []
     try:
-        for row in rows(options.model or MODELS, options.steps, options.soak, not options.no_peers, progress):
+        for row in rows(
+            options.model or MODELS, options.steps, options.soak, not options.no_peers, options.brief, progress
+        ):
             found.append(row)
             progress.head(f"{row.name}: {row.gigabytes_per_second:.1f} GB/s, {row.milliseconds:.3f} ms")
     finally:
