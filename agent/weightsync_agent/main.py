@@ -32,7 +32,7 @@ def main(context: click.Context) -> None:
     `weightsync run` and the operator set these. WEIGHTSYNC_LOG_LEVEL is INFO unless set.
     """
     if context.invoked_subcommand is None:
-        sys.exit(_guarded(_agent))
+        sys.exit(guarded(_agent))
 
 
 @main.command(name="launch")
@@ -41,10 +41,11 @@ def launch_command() -> None:
 
     Signals go on to all; one that fails ends the others.
     """
-    sys.exit(_guarded(lambda: launch(agents_from_env(os.environ), commands=commands_from_env(os.environ))))
+    sys.exit(guarded(lambda: launch(agents_from_env(os.environ), commands=commands_from_env(os.environ))))
 
 
-def _guarded(run: Callable[[], int]) -> int:
+def guarded(run: Callable[[], int]) -> int:
+    """The exit code of an agent's program: `run`'s own, or that of what it raised, which is told in a sentence."""
     _log_to_stderr()
     try:
         return run()

@@ -23,9 +23,9 @@ import click
 import torch
 from weightsync_api.reports import AgentState
 
-from .. import runtime
+from .. import parent, runtime
 from ..errors import Closed
-from ..main import _guarded
+from ..main import guarded
 from ..receiver import Receiver
 from ..stop import Stopped, stop_on_signals
 from .completion_server import CompletionServer, Health
@@ -62,6 +62,8 @@ class TransformersEngine:
         self._jobs: queue.Queue[_Job] = queue.Queue(MAX_QUEUED)
         self._round = time.monotonic()
         self._health = self._look()
+        self.left = False
+        """Its sender has said goodbye."""
 
     # --- other threads ------------------------------------------------------------------------------------------
 
@@ -103,7 +105,7 @@ class TransformersEngine:
             step = self._receiver.poll(timeout)
         except Closed as goodbye:
             log.info("%s; the engine serves step %d and waits for the next sender", goodbye, self._receiver.step)
-            step = None
+            step, self.left = None, True
         before, self._health = self._health, self._look()
         if step is not None:
             log.info("rank %d serves step %d", self._receiver.identity.rank, step)
@@ -160,7 +162,8 @@ def serve(folder: Path, dtype: str, device: str, host: str, port: int, name: str
         log.info("rank %d: %s at http://%s, ready once it holds a step", receiver.identity.rank, generator.name,
                  server.address)  # fmt: skip
         try:
-            engine.run()
+            # A pod waits for the next sender; a local run is over when its sender is.
+            engine.run(until=lambda: engine.left and parent.bound())
         finally:
             server.close()
     return 0
@@ -203,7 +206,7 @@ def main(
             runtime.detach(linger=False)
             raise
 
-    sys.exit(_guarded(run))
+    sys.exit(guarded(run))
 
 
 if __name__ == "__main__":
