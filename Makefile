@@ -24,7 +24,7 @@ ANSWERS := examples/quickstart/build/answers
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-torch211 test-cluster cluster cluster-down cluster-images demo images lock check format bench bench-cpu clean
+.PHONY: help run test test-engines test-torch211 test-cluster cluster cluster-down cluster-images demo images lock check format bench bench-cpu clean
 
 help: ## Show what there is.
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -67,6 +67,10 @@ lock: | $(BIN)/python ## Pin what the images install anew: images/*.lock.
 
 test-gpu: $(GPU_READY) ## Run the tests that need a GPU; those that need two are skipped with one.
 	$(GPU_PYTHON) -m pytest $(PYTEST_ARGS) tests/gpu
+
+test-engines: $(VENV)/.test ## Run the tests with real engines: installs vLLM, verl and SGLang once (15 GB on disk), then 20 minutes.
+	@PYTHON=$(abspath $(BIN)/python) tests/engines/install.sh vllm verl sglang
+	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/engines
 
 check: $(VENV)/.test ## Lint, check formatting and types, and compare generated files.
 	$(BIN)/ruff check .

@@ -307,9 +307,8 @@ def _coverage(plan: LearnedPlan, tensors: Mapping[str, torch.Tensor], required: 
         if (ends[0][1:] < ends[1][:-1]).any():
             plan.obstacles[known] = "its loader writes some elements twice"
         elif count != tensor.numel():
-            sentence = (
-                f"{name}: {tensor.numel() - count} of its {tensor.numel()} elements are in no tensor that is sent"
-            )
+            left = f"{tensor.numel() - count} of its {tensor.numel()} elements"
+            sentence = f"{name}: the engine has it, but {left} are in no tensor that is sent"
             if trace.hidden:
                 plan.obstacles[known] = sentence
             else:

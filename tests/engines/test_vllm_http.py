@@ -1,0 +1,323 @@
+"""A real vLLM server follows a trainer over HTTP: its greedy tokens are a fresh model's on the new weights."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import vllm_models
+from sglang_server import fresh_tokens
+from vllm_server import VllmServer, agent_config
+from weightsync_agent.engines.vllm import StepOptions, VllmEngine
+from weightsync_agent.errors import StepFailed, TransportError, WeightSyncError
+from weightsync_agent.sender import Sender
+
+pytestmark = pytest.mark.timeout(900)
+
+SHORT = list(range(10, 30))
+LONG = [(i * 7) % 400 + 10 for i in range(300)]
+"""Beyond a block of the prefix cache: wrong until that is emptied."""
+HERE = Path(__file__).parent
+
+
+class Trainer:
+    """One sender and its server."""
+
+    def __init__(self, server: VllmServer, kind: str, **config: Any) -> None:
+        self.kind = kind
+        self._folder = tempfile.TemporaryDirectory(prefix="ws-")
+        self.folder = Path(self._folder.name)
+        self.config = agent_config(self.folder, **config)
+        self.server = server
+        self.weights = vllm_models.weights(kind, 0)
+        if kind == "tied":
+            self.weights["lm_head.weight"] = self.weights["model.embed_tokens.weight"]  # as a state_dict has it
+        self.sender = Sender(self.weights, config=self.config, adopt=self.config.transport == "IPC")
+        self.engine = VllmEngine(server.url, config=self.config)
+
+    def put(self, seed: int) -> None:
+        for name, tensor in vllm_models.weights(self.kind, seed).items():
+            self.weights[name].copy_(tensor)
+
+    def step(self, seed: int) -> None:
+        self.put(seed)
+        assert self.engine.step(self.sender).complete
+
+    def expected(self, prompt: list[int], count: int = 16) -> list[int]:
+        return fresh_tokens(self.server.model, self.weights, prompt, count)
+
+    def assert_serves(self) -> None:
+        for prompt in (SHORT, LONG):
+            assert self.server.tokens(prompt) == self.expected(prompt)
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.close()
+        self.sender.close()
+        self._folder.cleanup()
+
+
+def start(kind: str, folder: Path, *options: str, plain: bool) -> VllmServer:
+    model = vllm_models.write(folder / "model", kind, 100)
+    return VllmServer(
+        model, folder / "log", "--weight-transfer-config", '{"backend": "weightsync"}', *options, plain=plain
+    )
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    """As on a GPU: the plan's way."""
+    with start("tied", tmp_path_factory.mktemp("plain"), plain=True) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    """The CPU engine as it is, with packed weights: the loaders' way."""
+    with start("tied", tmp_path_factory.mktemp("packed"), plain=False) as server:
+        yield server
+
+
+@pytest.fixture(params=["plain", "packed"])
+def server(request: pytest.FixtureRequest) -> VllmServer:
+    found: VllmServer = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.mark.parametrize("transport", ["IPC", "NCCL"])
+def test_greedy_tokens_are_those_of_a_fresh_model_after_each_of_five_steps(server: VllmServer, transport: str) -> None:
+    with Trainer(server, "tied", transport=transport) as trainer:
+        for seed in range(1, 6):
+            trainer.step(seed)
+            trainer.assert_serves()
+            assert server.label() == str(trainer.engine.reports[0].step)
+        assert not server.paused()
+
+
+def test_plain_parameters_are_written_in_place_once_the_plan_is_proven(plain: VllmServer) -> None:
+    with Trainer(plain, "tied") as trainer:
+        trainer.step(1)
+        (report,) = trainer.engine.reports
+        assert (report.in_place, report.proven, report.reason) == (True, True, "")
+        trainer.assert_serves()
+
+
+def test_packed_layers_go_through_the_loaders_and_are_named(packed: VllmServer) -> None:
+    with Trainer(packed, "tied") as trainer:
+        trainer.step(1)
+        (report,) = trainer.engine.reports
+        assert not report.in_place
+        assert "model.layers.0.self_attn.qkv_proj.weight: float32 [256, 64] becomes float32 [0]" in report.reason
+        assert "UnquantizedLinearMethod" in report.reason
+
+
+def test_the_loaders_way_can_be_asked_for_and_gives_the_same_tokens(plain: VllmServer) -> None:
+    with Trainer(plain, "tied") as trainer:
+        trainer.engine = VllmEngine(plain.url, config=trainer.config, layerwise=True)
+        trainer.step(2)
+        assert not trainer.engine.reports[0].in_place
+        trainer.assert_serves()
+
+
+def test_without_a_cache_reset_a_long_prompt_keeps_the_old_weights_keys(server: VllmServer) -> None:
+    with Trainer(server, "tied") as trainer:
+        trainer.step(1)
+        trainer.assert_serves()  # its keys and values are cached now
+        trainer.engine.options = StepOptions(reset_prefix_cache=False)
+        trainer.step(2)
+        assert server.tokens(LONG) != trainer.expected(LONG)
+        trainer.engine.options = StepOptions()
+        trainer.step(2)
+        trainer.assert_serves()
+
+
+def in_flight(server: VllmServer, count: int) -> tuple[threading.Event, Any]:
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(server.complete, SHORT, count)
+    started = threading.Event()
+    while not started.is_set() and not future.done():
+        for line in server.ask_text("/metrics").splitlines():
+            if line.startswith("vllm:num_requests_running") and not line.endswith(" 0.0"):
+                started.set()
+    return started, future
+
+
+def test_a_kept_request_goes_on_with_the_new_weights(server: VllmServer) -> None:
+    with Trainer(server, "tied") as trainer:
+        trainer.step(1)
+        old = trainer.expected(SHORT, 900)
+        _, future = in_flight(server, 900)
+        trainer.step(2)
+        choice = future.result(120)
+        made = list(choice["token_ids"])
+        assert choice["finish_reason"] == "length"
+        assert len(made) == 900
+        kept = next((i for i, (a, b) in enumerate(zip(made, old, strict=True)) if a != b), len(old))
+        # From where it was paused, what it had is continued by the new weights alone.
+        assert made[kept : kept + 8] == trainer.expected(SHORT + made[:kept], 8)
+        trainer.assert_serves()
+
+
+def test_an_aborted_request_says_so_and_the_next_one_is_answered_by_the_new_weights(server: VllmServer) -> None:
+    with Trainer(server, "tied") as trainer:
+        trainer.step(1)
+        _, future = in_flight(server, 900)
+        trainer.engine.options = StepOptions(pause="abort")
+        trainer.step(2)
+        assert future.result(120)["finish_reason"] == "abort"
+        trainer.assert_serves()
+
+
+def test_waited_for_a_request_ends_with_the_old_weights(server: VllmServer) -> None:
+    with Trainer(server, "tied") as trainer:
+        trainer.step(1)
+        old = trainer.expected(SHORT, 300)
+        _, future = in_flight(server, 300)
+        trainer.engine.options = StepOptions(pause="wait")
+        trainer.step(2)
+        assert list(future.result(120)["token_ids"]) == old
+        trainer.assert_serves()
+
+
+def test_an_engine_that_was_paused_before_stays_so(server: VllmServer) -> None:
+    with Trainer(server, "tied") as trainer:
+        server.ask("/pause?mode=abort")
+        trainer.step(1)
+        assert server.paused()
+        server.ask("/resume")
+        trainer.assert_serves()
+
+
+MISFITS = {
+    "a wrong shape": ("model.norm.weight", torch.zeros(65), "[65]"),
+    "a wrong shape in a fused group": ("model.layers.0.self_attn.k_proj.weight", torch.zeros(64, 65), "[64, 65]"),
+    "a wrong dtype": ("model.norm.weight", torch.zeros(64, dtype=torch.float64), "float64"),
+    "an unknown name": ("model.layers.7.nothing.weight", torch.zeros(3), "model.layers.7.nothing.weight"),
+    "a part of a fused group": ("model.layers.1.self_attn.v_proj.weight", None, "qkv_proj"),
+    "a missing tensor": ("model.layers.1.mlp.down_proj.weight", None, "down_proj"),
+}
+
+
+@pytest.mark.parametrize("what", MISFITS)
+def test_what_does_not_fit_is_refused_before_a_byte_moved(server: VllmServer, what: str) -> None:
+    with Trainer(server, "tied") as trainer:
+        trainer.step(1)
+        name, tensor, said = MISFITS[what]
+        weights = vllm_models.weights("tied", 2)
+        weights.pop(name, None)
+        if tensor is not None:
+            weights[name] = tensor
+        # Two at once: all of them are listed.
+        weights["model.layers.0.input_layernorm.weight"] = torch.zeros(63)
+        with tempfile.TemporaryDirectory(prefix="ws-") as folder:
+            config = agent_config(Path(folder), join_timeout_seconds=20)
+            with Sender(weights, config=config) as other, VllmEngine(server.url, config=config) as engine:
+                with pytest.raises((WeightSyncError, TransportError)) as raised:
+                    engine.step(other)
+                text = str(raised.value) + "".join(getattr(raised.value, "__notes__", []))
+        assert said in text
+        assert "model.layers.0.input_layernorm.weight" in text
+        trainer.assert_serves()  # step 1's, untouched
+        assert not server.paused()
+
+
+def test_a_trainer_killed_within_a_step_leaves_generation_paused_until_a_whole_one(server: VllmServer) -> None:
+    with Trainer(server, "tied") as trainer:
+        folder = trainer.folder / "other"
+        folder.mkdir()
+        config = agent_config(folder, mode="Packed", bucket_bytes=16384)
+        (folder / "config.json").write_text(config.model_dump_json())
+        words = [sys.executable, str(HERE / "vllm_stuck_trainer.py"), str(folder / "config.json"), "tied"]
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as stuck:
+            assert stuck.stdout is not None
+            assert stuck.stdout.readline().strip() == "ready"
+            engine = VllmEngine(server.url, config=config)
+            engine.join()
+            taken = engine.begin()
+            assert stuck.stdout.readline().strip() == "within the step"
+            stuck.kill()
+            with pytest.raises(TransportError, match="generation waits for the next whole step"):
+                taken.result(120)
+            engine.close()
+        assert server.paused()
+        with pytest.raises(TimeoutError):
+            server.complete(SHORT, 4, seconds=3)
+        trainer.step(3)
+        assert not server.paused()
+        trainer.assert_serves()
+
+
+def test_a_step_that_never_begins_ends_at_its_deadline_and_changes_nothing(server: VllmServer) -> None:
+    with Trainer(server, "tied") as trainer:
+        trainer.step(1)
+        trainer.engine.options = StepOptions(timeout=1)
+        with pytest.raises(TransportError, match="no step began within 1 s"):
+            trainer.engine.begin().result(60)
+        assert not server.paused()
+        trainer.assert_serves()
+
+
+def test_a_trainer_that_comes_back_is_joined_by_the_running_engine(server: VllmServer) -> None:
+    with Trainer(server, "tied") as trainer:
+        trainer.step(1)
+    with Trainer(server, "tied") as trainer:
+        trainer.step(2)
+        trainer.assert_serves()
+
+
+def test_an_engine_killed_within_a_step_ends_it_and_not_the_trainer(tmp_path: Path) -> None:
+    with start("untied", tmp_path, plain=True) as server, Trainer(server, "untied") as trainer:
+        trainer.step(1)
+        trainer.assert_serves()
+        server.kill()
+        with pytest.raises((StepFailed, TransportError, WeightSyncError)):
+            trainer.engine.step(trainer.sender)
+
+
+@pytest.mark.parametrize("plain_weights", [True, False])
+def test_two_workers_take_their_shards(tmp_path: Path, plain_weights: bool) -> None:
+    options = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
+    server = start("tied", tmp_path, *options, plain=plain_weights)
+    with server, Trainer(server, "tied", receivers=2) as trainer:
+        for seed in range(1, 6):
+            trainer.step(seed)
+            trainer.assert_serves()
+        assert [report.rank for report in trainer.engine.reports] == [1, 2]
+        # Shards go through the loaders; where nothing else is in the way, that is the reason given.
+        assert not any(report.in_place for report in trainer.engine.reports)
+        assert all(("not the whole" in r.reason) == plain_weights for r in trainer.engine.reports)
+
+
+def test_experts_are_up_to_date_after_each_of_five_steps(tmp_path: Path) -> None:
+    with start("moe", tmp_path, plain=False) as server, Trainer(server, "moe") as trainer:
+        for seed in range(1, 6):
+            trainer.step(seed)
+            trainer.assert_serves()
+
+
+def test_without_the_plugin_a_worker_extension_does(tmp_path: Path) -> None:
+    extension = "weightsync_agent.engines.vllm_worker.WeightSyncExtension"
+    model = vllm_models.write(tmp_path / "model", "tied", 100)
+    server = VllmServer(model, tmp_path / "log", "--worker-extension-cls", extension, VLLM_PLUGINS="")
+    with server, Trainer(server, "tied") as trainer:
+        for seed in range(1, 3):
+            trainer.step(seed)
+            trainer.assert_serves()
+        assert not trainer.engine.reports[0].core
+
+
+def test_without_plugin_and_extension_the_error_says_what_to_install(tmp_path: Path) -> None:
+    model = vllm_models.write(tmp_path / "model", "tied", 100)
+    server = VllmServer(model, tmp_path / "log", VLLM_PLUGINS="")
+    with server, Trainer(server, "tied") as trainer, pytest.raises(TransportError, match="weightsync"):
+        trainer.engine.join()
