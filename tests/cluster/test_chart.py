@@ -232,6 +232,10 @@ def test_the_installed_operator_may_do_all_it_does_and_nothing_else(
     with InstalledOperator(plane, home) as operator, closing(Sender(team, receivers=2)) as sender:
         eventually(lambda: operator.get("readyz") == "ok\n")
         work_through(plane, team, sender)
+        # Pods that are not ready roll together, the operator sees to it.
+        before = set(pod_uids(plane, team).values())
+        plane.kubectl("-n", team, "patch", "ws/demo", "--type=merge", "-p", '{"spec": {"agent": {"image": "agent:2"}}}')
+        eventually(lambda: len(after := pod_uids(plane, team)) == 3 and not before & set(after.values()))
         assert operator.forbidden() == []
         used = {granted(event) for event in operator.requests()}
     allowed = rights(plane, "clusterrole/weightsync") | rights(plane, "role/weightsync-lease", home)
