@@ -62,6 +62,7 @@ LABEL org.opencontainers.image.title="WeightSync operator" \
     org.opencontainers.image.revision="${REVISION}"
 COPY --from=weightsync /opt/venv /opt/venv
 USER 65532:65532
+RUN weightsync-operator --help >/dev/null
 EXPOSE 8081
 ENTRYPOINT ["weightsync-operator"]
 
@@ -102,4 +103,5 @@ LABEL org.opencontainers.image.title="WeightSync agent" \
 COPY --from=triton-launcher /opt/launcher/out /opt/launcher
 COPY --from=weightsync /opt/venv /opt/venv
 USER 65532:65532
+RUN weightsync-agent --help >/dev/null
 ENTRYPOINT ["weightsync-agent"]

@@ -111,8 +111,18 @@ load() {
     exists "$(image "$target")" || { say "$(image "$target") is not there: images.sh build"; return 1; }
     started=$SECONDS
     hand_over "$target" || { rm -rf "$layout" && hand_over "$target"; }
+    forget_superseded
     say "$(image "$target") loaded in $((SECONDS - started)) s"
   done
+}
+
+# forget_superseded: the kubelet's interface names each image by its digest too, and so keeps it when the tag has moved on
+forget_superseded() {
+  local old
+  old=$(ctr images ls | awk 'NR > 1 {if ($1 ~ /^sha256:/) unnamed[$1] = $3; else named[$3]}
+    END {for (ref in unnamed) if (!(unnamed[ref] in named)) print ref}')
+  # shellcheck disable=SC2086
+  [ -z "$old" ] || ctr images rm --sync $old >/dev/null
 }
 
 hand_over() {
@@ -163,15 +173,12 @@ clean() {
 command=${1:-}
 shift || true
 case $command in
-base | clean)
+base | build | load | clean)
+  exec 9>"$run.lock" # one at a time
+  flock 9
   need buildah
   mkdir -p "$cache"
-  "$command"
-  ;;
-build | load)
-  [ $# -gt 0 ] || set -- operator agent
-  need buildah
-  mkdir -p "$cache"
+  case $command in build | load) [ $# -gt 0 ] || set -- operator agent ;; esac
   "$command" "$@"
   ;;
 run)
