@@ -5,6 +5,10 @@ Each of verl's ends waits without end for the other; ours must never.
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -296,3 +300,30 @@ def test_without_a_sender_our_receiver_ends_in_time(address: str) -> None:
     with pytest.raises(JoinTimeout, match="verl's sender has not spoken at ipc:"):
         receiver(address, target, join_timeout_seconds=0.3).receive()
     assert judged(target) == judged(blank())
+
+
+def test_every_fsdp_rank_feeds_the_receiver_of_its_own(tmp_path: Path) -> None:
+    addresses = [f"ipc://{tmp_path}/{rank}.sock" for rank in range(2)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    with (
+        PeerProcess("verl-receive", addresses[0], "--steps", "3") as first,
+        PeerProcess("verl-receive", addresses[1], "--steps", "3") as second,
+    ):
+        script = str(Path(__file__).parent / "verl_rank.py")
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, script, str(tmp_path / "store"), str(rank), address, "3"],
+                stdout=subprocess.PIPE,
+                env=environment,
+            )
+            for rank, address in enumerate(addresses)
+        ]
+        try:
+            sent = [json.loads(rank.communicate(timeout=110)[0]) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        for peer in (first, second):
+            peer.line()
+            assert peer.line()["got"] == sent[0]
+        assert [rank.returncode for rank in ranks] == [0, 0]
