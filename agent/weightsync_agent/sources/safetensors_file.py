@@ -14,6 +14,7 @@ import io
 import json
 import os
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,11 @@ DTYPES = {
     "C64": "complex64",
 }
 """Safetensors' dtype -> torch's name."""
+
+CLOCK_SECONDS = 0.05
+"""File systems stamp by a clock that ticks every 1 to 10 ms (CONFIG_HZ): two writes within a tick look like one."""
+COARSE_CLOCK_SECONDS = 2.0
+"""Where stamps are whole seconds."""
 
 _READ_BYTES = 1 << 30
 _STAGING_BYTES = 64 << 20
@@ -133,6 +139,10 @@ def read_tensors(shard: Shard, destinations: Mapping[str, torch.Tensor]) -> None
 
     Raises SourceError where the file is not the one that was validated any more, before or after reading.
     """
+    fresh = _fresh_for(shard.identity)
+    if fresh > 0:
+        time.sleep(fresh)
+        _judge_again(shard)
     with _open(shard.path) as file:
         fd = file.fileno()
         _unchanged(shard, fd)
@@ -175,6 +185,22 @@ def _open(path: Path) -> Iterator[io.FileIO]:
             yield file
     finally:
         os.close(fd)
+
+
+def _judge_again(shard: Shard) -> None:
+    try:
+        found: Shard | None = read_shard(shard.path)
+    except SourceError:
+        found = None
+    if found != shard:
+        raise IncompleteError(f"{shard.path} was changed while it was being read")
+
+
+def _fresh_for(identity: FileIdentity) -> float:
+    """Seconds until a write to the file would show in its stamp; 0 for a stamp of the future, which can't tell."""
+    clock = CLOCK_SECONDS if identity.mtime_ns % 1_000_000_000 else COARSE_CLOCK_SECONDS
+    age = (time.time_ns() - identity.mtime_ns) / 1e9
+    return clock - age if 0 <= age < clock else 0.0
 
 
 def _unchanged(shard: Shard, fd: int) -> None:
