@@ -75,7 +75,11 @@ def ready(facts: Facts) -> Verdict:
         return _problem(facts)
     sender, receivers = _split(facts)
     if not facts.finished:
-        if (stopped := _not_running(facts, 0)) is not None:
+        stopped = _not_running(facts, 0) or (None if facts.report else _started_again(facts, 0))
+        if (stopped is None and facts.report is None) or (stopped is not None and stopped.reason == "Starting"):
+            # What can't get better by waiting is told before what can.
+            stopped = _fault_of_receivers(facts) or stopped
+        if stopped is not None:
             return stopped
         if facts.refused:
             return false(
@@ -83,8 +87,6 @@ def ready(facts: Facts) -> Verdict:
                 f"what {who(0, sender.pod if sender else '')} answers is not believed: {facts.refused}: its container "
                 "must run the agent, or a program with the library, of the operator's version",
             )
-        if facts.report is None and (again := _started_again(facts, 0)) is not None:
-            return again
         if sender is None or facts.report is None:
             pod = sender.pod if sender else ""
             return false("WaitingForSender", f"{who(0, pod)} runs but has not reported yet")
@@ -274,7 +276,8 @@ def _not_running(facts: Facts, rank: int) -> Verdict | None:
     if agent.running or not (agent.reason or agent.message):
         return None
     times = f" (restarted {agent.restarts} times)" if agent.restarts > 1 else ""
-    return false(agent.reason or "NotRunning", f"{who(rank, agent.pod)} does not run{times}: {agent.message}")
+    reason = agent.reason or ("Starting" if agent.exit_code is None else "NotRunning")
+    return false(reason, f"{who(rank, agent.pod)} does not run{times}: {agent.message}")
 
 
 def _started_again(facts: Facts, rank: int) -> Verdict | None:
@@ -284,6 +287,13 @@ def _started_again(facts: Facts, rank: int) -> Verdict | None:
         return None
     times = f" ({agent.restarts} times)" if agent.restarts > 1 else ""
     return false(agent.reason, f"{who(rank, agent.pod)} was started again{times}: {agent.message}")
+
+
+def _fault_of_receivers(facts: Facts) -> Verdict | None:
+    for agent in facts.observed.agents:
+        if agent.rank and agent.reason not in ("", "Terminating", "Completed"):
+            return _not_running(facts, agent.rank) or _started_again(facts, agent.rank)
+    return None
 
 
 def describe_growth(history: ReservedHistory) -> str:

@@ -73,6 +73,25 @@ def test_before_the_sender_reports_it_is_named() -> None:
     assert "demo-sender-0" in ready.message
 
 
+def test_a_receiver_that_fails_is_told_before_a_sender_that_is_on_its_way() -> None:
+    ws = weightsync(**TWO)
+    crashed = ObservedAgent(2, "demo-receivers-1", exit_code=1, reason="Crashed", message="no such file")
+    for sender in (
+        ObservedAgent(0, "demo-sender-0", running=True),
+        ObservedAgent(0, "demo-sender-0", message="the pod is being started"),
+    ):
+        ready = the(status_of(ws, None, Observed(ws, (sender, crashed))), "Ready")
+        assert (ready.reason, "demo-receivers-1" in ready.message) == ("Crashed", True)
+    refused = ObservedAgent(0, "demo-sender-0", reason="ErrImagePull", message="no such image")
+    assert the(status_of(ws, None, Observed(ws, (refused, crashed))), "Ready").reason == "ErrImagePull"
+
+
+def test_a_pod_that_is_being_started_is_starting() -> None:
+    ws = weightsync(**TWO)
+    sender = ObservedAgent(0, "demo-sender-0", message="the pod is being started")
+    assert the(status_of(ws, None, Observed(ws, (sender,))), "Ready").reason == "Starting"
+
+
 def test_an_agent_that_was_started_again_is_told_with_its_cause_until_it_has_caught_up() -> None:
     ws = weightsync(**TWO)
     again = ObservedAgent(0, "demo-sender-0", running=True, restarts=3, reason="OOMKilled", message="too much memory")
