@@ -82,6 +82,14 @@ def test_every_command_that_is_written_exists_as_written(block: Block) -> None:
                 case "kubectl":
                     files = [word for flag, word in pairwise(words) if flag == "-f"]
                     assert all((ROOT / file).is_file() for file in files), part
+                case "docker":
+                    dockerfile = (ROOT / "Dockerfile").read_text()
+                    for flag, word in pairwise(words):
+                        assert flag != "--target" or re.search(rf"^FROM \S+ AS {word}$", dockerfile, re.M), part
+                        named = word.partition("=")[0]
+                        assert flag != "--build-arg" or re.search(rf"^ARG {named}\b", dockerfile, re.M), part
+                case "lock.sh":
+                    assert os.access(ROOT / words[0], os.X_OK), part
                 case other:
                     pytest.fail(f"{block}: this test does not know the command {other!r}")
 
