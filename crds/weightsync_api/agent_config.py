@@ -21,7 +21,7 @@ from pydantic import Field
 
 from .base import ApiModel
 from .v1alpha1.names import NameRule
-from .v1alpha1.spec import Device, Source, Steps, TransferMode, Transport, Verify
+from .v1alpha1.spec import Device, EngineSpec, Source, Steps, TransferMode, Transport, Verify
 
 ENV_CONFIG = "WEIGHTSYNC_CONFIG"
 ENV_ROLE = "WEIGHTSYNC_ROLE"
@@ -54,6 +54,7 @@ class AgentConfig(ApiModel):
     source: Source | None = Field(default=None, description="Where the sender's weights come from.")
     names: list[NameRule] = Field(default_factory=list, description="How the sender's tensors are renamed.")
     steps: Steps = Field(default_factory=Steps, description="Pace and number of steps.")
+    engine: EngineSpec = Field(default_factory=EngineSpec, description="What an engine does around a step.")
     bind: str = Field(
         description="ZeroMQ endpoint that the sender binds, such as tcp://*:7400 or ipc:///run/x/control."
     )

@@ -237,6 +237,7 @@ def plan(ws: WeightSync, defaults: PlanDefaults) -> Plan:
         source=spec.sender.source,
         names=spec.sender.names,
         steps=spec.steps,
+        engine=spec.receivers.engine,
         interface=spec.network.interface,
         bind=ends.bind,
         connect=ends.connect,

@@ -92,7 +92,7 @@ def test_nothing_in_the_engine_changes_while_it_is_learned() -> None:
     [
         ("norm", torch.zeros(HIDDEN + 1), "norm: the sender's [9] does not fit [8]"),
         ("k", torch.zeros(VALUES, HIDDEN + 1), "k float32 [4, 9]: the engine's loader refuses it (AssertionError"),
-        ("norm", torch.zeros(HIDDEN, dtype=torch.float64), ""),
+        ("norm", torch.zeros(HIDDEN, dtype=torch.float64), "norm: the sender's dtype is float64, the engine's float32"),
         ("norm", torch.zeros(HIDDEN, dtype=torch.int64), "norm: the sender's dtype is int64, the engine's float32"),
         ("q", None, "qkv: the engine has it, but 96 of its 160 elements are in no tensor that is sent"),
         ("norm", None, "norm: the engine has it, but 8 of its 8 elements are in no tensor that is sent"),
@@ -105,10 +105,15 @@ def test_each_misfit_is_said(name: str, tensor: torch.Tensor | None, said: str) 
     if tensor is not None:
         weights[name] = tensor
     plan = learned(Engine(), weights)
-    if said:
-        assert any(sentence.startswith(said) for sentence in plan.mismatches), plan.mismatches
-    else:
-        assert plan.mismatches or plan.obstacles
+    assert any(sentence.startswith(said) for sentence in plan.mismatches), plan.mismatches
+
+
+def test_what_an_engine_widens_goes_through_its_loaders() -> None:
+    weights = checkpoint()
+    weights["norm"] = weights["norm"].bfloat16()
+    plan = learned(Engine(), weights)
+    assert plan.mismatches == []
+    assert plan.obstacles == {"norm": "norm is bfloat16 and is widened to float32"}
 
 
 def test_all_misfits_are_said_at_once() -> None:

@@ -153,6 +153,8 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.used: set[str] = set()
         self.opaque: set[str] = set()
         """Destinations that something was written to that could not be followed."""
+        self.refused: set[str] = set()
+        """Modules of whose tensors one was refused."""
         self.hidden = False
         """Some source went into memory that is nobody's: what is filled can't be told in full."""
         self._sources = {_storage(t): name for name, t in sources.items()}
@@ -169,6 +171,7 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def refuse(self, entry: TensorEntry, error: Exception) -> None:
         self.used.add(entry.name)
+        self.refused.add(_module(entry.name))
         target = self._target(entry.name)
         if target is not None and tuple(target.shape) != entry.shape:
             self.plan.mismatches.append(
@@ -245,7 +248,7 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         elif source.dtype != into.dtype:
             self.opaque.add(destination)
-            if source.is_floating_point() and into.dtype == torch.float32:
+            if source.dtype in (torch.bfloat16, torch.float16) and into.dtype == torch.float32:
                 self.plan.obstacles[destination] = f"{name} is {_dtype(source)} and is widened to {_dtype(into)}"
             else:
                 self.plan.mismatches.append(
@@ -299,7 +302,8 @@ def _coverage(plan: LearnedPlan, tensors: Mapping[str, torch.Tensor], required: 
     for name in required:
         tensor = tensors[name]
         known = trace.destination_of(tensor) or name
-        if known in named or not tensor.numel() or known in trace.opaque:
+        # What a refused tensor would have filled was said already.
+        if known in named or not tensor.numel() or known in trace.opaque or _module(name) in trace.refused:
             continue
         named.add(known)
         ends = _sorted(written.get(known, []))
@@ -337,6 +341,11 @@ def runs_of(offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> tu
     for size, stride in dims:
         starts = (starts[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)
     return starts, length
+
+
+def _module(name: str) -> str:
+    """Of a parameter's name, what stays when its projections are fused: `layers.0.self_attn` of `..q_proj.weight`."""
+    return ".".join(name.split(".")[:-2]) or name
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -29,6 +29,9 @@ from ..sender import Sender
 from .vllm_core import CoreStepRequest, Pause
 from .vllm_worker import CLOSE, JOIN, STATE, STEP, JoinRequest, StepRequest, WorkerReport
 
+ANSWER_SECONDS = 120.0
+"""How long an engine may take beyond a step: draining, the proof at the first step, its own reload."""
+
 
 class StepOptions(BaseModel):
     """How an engine takes a step."""
@@ -38,6 +41,13 @@ class StepOptions(BaseModel):
     pause: Pause = Field(default="keep", description="What becomes of running requests: keep, abort, wait or none.")
     reset_prefix_cache: bool = Field(default=True, description="Forget keys and values of the old weights.")
     timeout: float = Field(default=60.0, gt=0, description="Seconds to wait for the sender to begin a step.")
+
+    @classmethod
+    def of(cls, config: AgentConfig) -> Self:
+        """As spec.receivers.engine says."""
+        return cls.model_validate(
+            {"pause": config.engine.pause.value.lower(), "reset_prefix_cache": config.engine.reset_prefix_cache}
+        )
 
 
 class Engine(Protocol):
@@ -137,7 +147,7 @@ class VllmEngine:
         engine: a `vllm.LLM`, or the URL of a server.
         config: what its workers join with; None: the file that WEIGHTSYNC_CONFIG names in their own processes.
         first_rank: the rank of its first worker; a tensor-parallel engine takes one rank a worker from here on.
-        options: pause and cache.
+        options: pause and cache; None: as spec.receivers.engine of the sender's WeightSync says.
         layerwise: go through the engine's loaders even where a plan is possible.
     """
 
@@ -151,7 +161,7 @@ class VllmEngine:
         layerwise: bool = False,
     ) -> None:
         self._engine: Any = HttpEngine(engine) if isinstance(engine, str) else engine
-        self.options = options or StepOptions()
+        self.options = options
         self._join = JoinRequest(config=config, first_rank=first_rank, layerwise=layerwise)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weightsync-vllm")
         self._joined = False
@@ -183,31 +193,37 @@ class VllmEngine:
         """
         return step_all(sender, [self])
 
-    def begin(self) -> Future[list[WorkerReport]]:
-        """Asks the engine to take the next step; its result is there once the engine goes on. For `step_all`."""
+    def begin(self, config: AgentConfig | None = None) -> Future[list[WorkerReport]]:
+        """Asks the engine to take the next step; its result is there once the engine goes on. For `step_all`.
+
+        `config`: the sender's, for options that were not given.
+        """
         if not self._joined:
             self.join()
-        return self._pool.submit(self._take)
+        return self._pool.submit(self._take, self._options(config))
 
-    def _take(self) -> list[WorkerReport]:
-        options = self.options
+    def _options(self, config: AgentConfig | None) -> StepOptions:
+        config = config or self._join.config
+        return self.options or (StepOptions.of(config) if config else StepOptions())
+
+    def _take(self, options: StepOptions) -> list[WorkerReport]:
         if self._core:
             request = CoreStepRequest(
                 timeout=options.timeout, pause=options.pause, reset_prefix_cache=options.reset_prefix_cache
             )
             return self._call(STEP, request.model_dump_json(), None)
-        return self._take_alone()
+        return self._take_alone(options)
 
-    def _take_alone(self) -> list[WorkerReport]:
+    def _take_alone(self, options: StepOptions) -> list[WorkerReport]:
         """Where the engine core was not taught: by calls of vLLM's own."""
         http_engine = self._engine if isinstance(self._engine, HttpEngine) else None
-        if http_engine is not None and self.options.pause != "none":
-            http_engine.pause(self.options.pause)
-        reports = self._call(STEP, StepRequest(timeout=self.options.timeout).model_dump_json(), None)
+        if http_engine is not None and options.pause != "none":
+            http_engine.pause(options.pause)
+        reports = self._call(STEP, StepRequest(timeout=options.timeout).model_dump_json(), None)
         # Not after a failure: generating from mixed weights, or from layers that are not there, is worse than waiting.
-        if self.options.reset_prefix_cache:
+        if options.reset_prefix_cache:
             self._engine.reset_prefix_cache()
-        if http_engine is not None and self.options.pause != "none":
+        if http_engine is not None and options.pause != "none":
             http_engine.resume()
         return reports
 
@@ -235,7 +251,7 @@ class VllmEngine:
 
 def step_all(sender: Sender, engines: Sequence[VllmEngine]) -> StepReport:
     """One step for several engines at once. Raises what the sender raises, else the first engine's TransportError."""
-    taken = [engine.begin() for engine in engines]
+    taken = [engine.begin(sender.config) for engine in engines]
     try:
         report = sender.step()
     except BaseException as error:
@@ -245,7 +261,7 @@ def step_all(sender: Sender, engines: Sequence[VllmEngine]) -> StepReport:
                 error.add_note(f"the engine: {cause}")
         raise
     for engine, future in zip(engines, taken, strict=True):
-        engine.reports = future.result(timeout=engine.options.timeout + sender.config.step_timeout_seconds)
+        engine.reports = future.result(sender.config.step_timeout_seconds + ANSWER_SECONDS)
     return report
 
 
@@ -262,7 +278,7 @@ class AsyncVllmEngine:
         layerwise: bool = False,
     ) -> None:
         self._engine = engine
-        self.options = options or StepOptions()
+        self.options = options
         self._join = JoinRequest(config=config, first_rank=first_rank, layerwise=layerwise)
         self._joined = False
 
@@ -278,7 +294,7 @@ class AsyncVllmEngine:
         """As VllmEngine.step; the sender works in a thread meanwhile."""
         if not self._joined:
             await self.join()
-        options = self.options
+        options = self.options or StepOptions.of(sender.config)
         request = CoreStepRequest(
             timeout=options.timeout, pause=options.pause, reset_prefix_cache=options.reset_prefix_cache
         )

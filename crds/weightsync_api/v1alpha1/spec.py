@@ -46,6 +46,13 @@ class VerifyMode(StrEnum):
     DIGEST = "Digest"
 
 
+class Pause(StrEnum):
+    KEEP = "Keep"
+    ABORT = "Abort"
+    WAIT = "Wait"
+    NONE = "None"
+
+
 class SharedMemory(StrEnum):
     POD = "Pod"
     HOST = "Host"
@@ -171,6 +178,20 @@ class SenderSpec(ApiModel):
     )
 
 
+class EngineSpec(ApiModel):
+    """What an inference engine does around a step. Others than engines don't look at it."""
+
+    pause: Pause = Field(
+        default=Pause.KEEP,
+        description="Running requests. Keep: they go on after the step, their keys and values computed anew. "
+        "Abort: they end as aborted. Wait: the step begins when they have ended. "
+        "None: they go on over keys and values of both weights.",
+    )
+    reset_prefix_cache: bool = Field(
+        default=True, description="Forget the keys and values of the old weights; false: later prompts may reuse them."
+    )
+
+
 class ReceiversSpec(ApiModel):
     """The receivers: ranks 1 to replicas * gpusPerPod."""
 
@@ -189,6 +210,9 @@ class ReceiversSpec(ApiModel):
     template: Overlay = Field(
         default_factory=dict,
         description="Pod template overlay (strategic merge) of the receivers: the engine's containers and volumes.",
+    )
+    engine: EngineSpec = Field(
+        default_factory=EngineSpec, description="What an inference engine does around a step: pause and cache."
     )
 
 
