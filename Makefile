@@ -24,7 +24,7 @@ ANSWERS := examples/quickstart/build/answers
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-engines test-torch211 test-cluster cluster cluster-down cluster-images demo images lock check format bench bench-cpu clean
+.PHONY: help run tables test test-engines test-torch211 test-cluster cluster cluster-down cluster-images demo images lock check format bench bench-cpu clean
 
 help: ## Show what there is.
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -78,6 +78,10 @@ check: $(VENV)/.test ## Lint, check formatting and types, and compare generated 
 	$(BIN)/mypy
 	@for file in $(CRD_FILES); do $(BIN)/weightsync crd | diff -u $$file - \
 		|| { echo "$$file differs from the models: make format writes it anew" >&2; exit 1; }; done
+	$(BIN)/python benchmarks/tables.py --check
+
+tables: $(VENV)/.test ## Draw the documents' tables of results anew from benchmarks/results.
+	$(BIN)/python benchmarks/tables.py
 
 format: $(VENV)/.test ## Format the code and write generated files anew.
 	$(BIN)/ruff check --fix .
