@@ -15,16 +15,14 @@ import pytest
 import torch
 import vllm_models
 from sglang_server import fresh_tokens
-from vllm_server import VllmServer, agent_config
+from vllm_common import LONG, PROMPTS, SHORT, agent_config
+from vllm_server import VllmServer
 from weightsync_agent.engines.vllm import StepOptions, VllmEngine
 from weightsync_agent.errors import StepFailed, TransportError, WeightSyncError
 from weightsync_agent.sender import Sender
 
 pytestmark = pytest.mark.timeout(900)
 
-SHORT = list(range(10, 30))
-LONG = [(i * 7) % 400 + 10 for i in range(300)]
-"""Beyond a block of the prefix cache: wrong until that is emptied."""
 HERE = Path(__file__).parent
 
 
@@ -55,7 +53,7 @@ class Trainer:
         return fresh_tokens(self.server.model, self.weights, prompt, count)
 
     def assert_serves(self) -> None:
-        for prompt in (SHORT, LONG):
+        for prompt in PROMPTS:
             assert self.server.tokens(prompt) == self.expected(prompt)
 
     def __enter__(self) -> Trainer:

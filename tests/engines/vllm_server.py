@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from peer_process import interpreter
-from weightsync_api.agent_config import AgentConfig
 
 START_SECONDS = 550.0
 """It takes 40 seconds on a machine that does nothing else."""
@@ -116,14 +115,3 @@ class VllmServer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def agent_config(folder: Path, **changes: Any) -> AgentConfig:
-    endpoint = f"ipc://{folder}/control"
-    values: dict[str, Any] = {
-        "namespace": "default", "name": "vllm", "device": "CPU", "transport": "IPC", "mode": "Auto",
-        "bucket_bytes": 65536, "receivers": 1, "join_timeout_seconds": 90, "ack_timeout_seconds": 60,
-        "step_timeout_seconds": 90, "bind": endpoint, "connect": endpoint, "runtime_dir": str(folder),
-        "verify": {"mode": "Digest", "everySteps": 2},
-    }  # fmt: skip
-    return AgentConfig(**(values | changes))

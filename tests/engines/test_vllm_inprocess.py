@@ -1,0 +1,51 @@
+"""vLLM in the trainer's own process: `LLM`, `AsyncLLM` and vLLM's own four calls, against engines started fresh."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vllm_models
+from peer_process import interpreter
+from sglang_server import fresh_tokens
+from vllm_common import PROMPTS
+from vllm_server import environment
+
+pytestmark = pytest.mark.timeout(900)
+SCRIPT = Path(__file__).parent / "vllm_inprocess.py"
+SEEDS = [1, 2, 3, 4, 5]
+
+
+def run(mode: str, model: Path, kind: str, seeds: list[int], plain: bool) -> list[dict[str, Any]]:
+    words = [interpreter("vllm"), str(SCRIPT), mode, str(model), kind, ",".join(map(str, seeds))]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=850, env=environment(plain), check=False)
+    said = [json.loads(line.removeprefix("SAID ")) for line in done.stdout.splitlines() if line.startswith("SAID ")]
+    assert done.returncode == 0, done.stderr[-4000:]
+    return said
+
+
+def expected(model: Path, kind: str, seed: int) -> list[list[int]]:
+    return [fresh_tokens(model, vllm_models.weights(kind, seed), prompt) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("mode", ["llm", "async", "calls"])
+def test_greedy_tokens_are_those_of_a_fresh_model_after_each_of_five_steps(tmp_path: Path, mode: str) -> None:
+    model = vllm_models.write(tmp_path / "model", "untied", 100)
+    said = run(mode, model, "untied", SEEDS, plain=True)
+    assert [line["seed"] for line in said] == SEEDS
+    for line in said:
+        assert line["tokens"] == expected(model, "untied", line["seed"]), line["seed"]
+    if mode != "async":
+        assert [line["label"] for line in said] == [str(seed) for seed in SEEDS]
+
+
+@pytest.mark.parametrize("kind", ["tied", "moe"])
+def test_the_running_engine_s_tokens_are_those_of_an_engine_started_on_the_new_weights(
+    tmp_path: Path, kind: str
+) -> None:
+    (after,) = run("llm", vllm_models.write(tmp_path / "old", kind, 100), kind, [7], plain=False)
+    (started,) = run("fresh", vllm_models.write(tmp_path / "new", kind, 7), kind, [7], plain=False)
+    assert after["tokens"] == started["tokens"]

@@ -1,0 +1,150 @@
+"""A trainer with vLLM in its own process: llm|async|calls|fresh MODEL KIND SEED[,SEED...]. Runs in vLLM's environment.
+
+Says a JSON object a line: {"seed": N, "tokens": [[...], ...]} after each step, and what the workers said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import vllm_models
+from vllm_common import PROMPTS, agent_config
+from weightsync_agent.engines.vllm import AsyncVllmEngine, VllmEngine
+from weightsync_agent.sender import Sender
+
+OPTIONS: dict[str, Any] = {
+    "enforce_eager": True, "dtype": "float32", "max_model_len": 1000, "max_num_seqs": 4, "seed": 0,
+    "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 64 << 20,
+}  # fmt: skip
+
+
+def say(**what: Any) -> None:
+    print("SAID " + json.dumps(what), flush=True)
+
+
+def greedy(llm: Any) -> list[list[int]]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    return [
+        list(llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)[0].outputs[0].token_ids)
+        for prompt in PROMPTS
+    ]
+
+
+def in_process(model: Path, kind: str, seeds: list[int]) -> None:
+    from vllm import LLM
+
+    llm = LLM(model=str(model), weight_transfer_config={"backend": "weightsync"}, **OPTIONS)
+    with trainer(kind) as (weights, sender):
+        engine = VllmEngine(llm, config=sender.config)
+        for seed in seeds:
+            put(weights, kind, seed)
+            engine.step(sender)
+            say(seed=seed, tokens=greedy(llm), label=llm.get_weight_version(), in_place=engine.reports[0].in_place)
+        engine.close()
+
+
+def by_calls(model: Path, kind: str, seeds: list[int]) -> None:
+    """vLLM's own four calls, as its own trainers make them."""
+    from vllm import LLM
+
+    llm = LLM(model=str(model), weight_transfer_config={"backend": "weightsync"}, **OPTIONS)
+    with trainer(kind) as (weights, sender), ThreadPoolExecutor(1) as pool:
+        given = {"config": sender.config.model_dump(mode="json"), "first_rank": 1}
+        llm.init_weight_transfer_engine({"init_info": given})
+        for seed in seeds:
+            put(weights, kind, seed)
+            sent = pool.submit(sender.step)
+            llm.start_weight_update()
+            llm.update_weights({"update_info": {"timeout": 60.0}})
+            llm.finish_weight_update(str(seed))
+            sent.result(60)
+            llm.reset_prefix_cache()
+            say(seed=seed, tokens=greedy(llm), label=llm.get_weight_version())
+
+
+async def asynchronous(model: Path, kind: str, seeds: list[int]) -> None:
+    from vllm import AsyncEngineArgs, SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    llm = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(model=str(model), weight_transfer_config={"backend": "weightsync"}, **OPTIONS)
+    )
+    count = 0
+
+    async def tokens(prompt: list[int]) -> list[int]:
+        nonlocal count
+        count += 1
+        sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+        found: list[int] = []
+        async for output in llm.generate({"prompt_token_ids": prompt}, sampling, request_id=str(count)):
+            found = list(output.outputs[0].token_ids)
+        return found
+
+    with trainer(kind) as (weights, sender):
+        engine = AsyncVllmEngine(llm, config=sender.config)
+        for seed in seeds:
+            put(weights, kind, seed)
+            await engine.step(sender)
+            say(seed=seed, tokens=[await tokens(prompt) for prompt in PROMPTS])
+        await engine.close()
+
+
+def fresh(model: Path, kind: str, seeds: list[int]) -> None:
+    from vllm import LLM
+
+    del kind
+    say(seed=seeds[0], tokens=greedy(LLM(model=str(model), **OPTIONS)))
+
+
+@contextlib.contextmanager
+def trainer(kind: str) -> Any:
+    weights = vllm_models.weights(kind, 0)
+    with (
+        tempfile.TemporaryDirectory(prefix="ws-") as folder,
+        Sender(weights, config=agent_config(Path(folder)), adopt=True) as sender,
+    ):
+        yield weights, sender
+
+
+def put(weights: dict[str, torch.Tensor], kind: str, seed: int) -> None:
+    for name, tensor in vllm_models.weights(kind, seed).items():
+        weights[name].copy_(tensor)
+
+
+def main(mode: str, model: str, kind: str, seeds: str) -> None:
+    numbers = [int(seed) for seed in seeds.split(",")]
+    if mode == "async":
+        asyncio.run(asynchronous(Path(model), kind, numbers))
+    else:
+        {"llm": in_process, "calls": by_calls, "fresh": fresh}[mode](Path(model), kind, numbers)
+
+
+def leave(code: int) -> None:
+    """An engine outlives a driver that ends without it, and a driver with a broken engine can hang at its end."""
+    sys.stdout.flush()
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except BaseException:
+        traceback.print_exc()
+        leave(1)
+    leave(0)
