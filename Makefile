@@ -21,6 +21,7 @@ GPU_READY := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.test)
 # What is generated from the models: for kubectl, and the chart's.
 CRD_FILES := crds/weightsync.dev_weightsyncs.yaml charts/weightsync/files/weightsync.dev_weightsyncs.yaml
 ANSWERS := examples/quickstart/build/answers
+ENGINES := $(or $(WEIGHTSYNC_ENGINES),$(HOME)/.cache/weightsync/engines)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -68,9 +69,10 @@ lock: | $(BIN)/python ## Pin what the images install anew: images/*.lock.
 test-gpu: $(GPU_READY) ## Run the tests that need a GPU; those that need two are skipped with one.
 	$(GPU_PYTHON) -m pytest $(PYTEST_ARGS) tests/gpu
 
-test-engines: $(VENV)/.test ## Run the tests with real engines: installs vLLM, verl and SGLang once (15 GB on disk), then 20 minutes.
-	@PYTHON=$(abspath $(BIN)/python) tests/engines/install.sh vllm verl sglang
-	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/engines
+test-engines: $(VENV)/.test ## Run the tests with real engines: installs vLLM, verl, SGLang and TRL once (15 GB on disk), then 20 minutes.
+	@PYTHON=$(abspath $(BIN)/python) tests/engines/install.sh vllm verl sglang trainers
+	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/engines --ignore-glob='*/test_trainers_*'
+	$(ENGINES)/trainers/bin/python -m pytest $(PYTEST_ARGS) tests/engines/test_trainers_*.py
 
 check: $(VENV)/.test ## Lint, check formatting and types, and compare generated files.
 	$(BIN)/ruff check .

@@ -49,6 +49,21 @@ install_sglang() {
   "$ENGINES/sglang/bin/python" -c 'import sglang, torch'
 }
 
+# TRL, peft and what they ask for, over the repository's torch and transformers. 0.3 GB.
+install_trainers() {
+  beside trainers "$PYTHON" >/dev/null
+  # pip sees the repository's packages there, and adds what they lack.
+  "$PYTHON" -m pip --python "$ENGINES/trainers/bin/python" install --quiet --disable-pip-version-check \
+    trl==1.16.0 peft==0.21.2 accelerate datasets
+  "$ENGINES/trainers/bin/python" -c 'import trl, peft, accelerate, datasets, weightsync_agent.trainers'
+}
+
+# What examples/engines/Dockerfile adds to the agent's image, for pods of a test cluster. 0.1 GB.
+install_pods() {
+  "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target "$ENGINES/pods/packages" \
+    -r examples/engines/requirements.txt
+}
+
 for engine in "$@"; do
   declare -F "install_$engine" >/dev/null || { echo "no section install_$engine in $0" >&2; exit 1; }
   stamp=$ENGINES/$engine/.installed
