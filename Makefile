@@ -25,7 +25,7 @@ ENGINES := $(or $(WEIGHTSYNC_ENGINES),$(HOME)/.cache/weightsync/engines)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run tables test test-engines test-torch211 test-cluster cluster cluster-down cluster-images demo images lock check format bench bench-cpu clean
+.PHONY: help run tables test test-engines test-torch211 test-cluster cluster cluster-down cluster-images demo images lock check format bench bench-cpu bench-operator clean
 
 help: ## Show what there is.
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -108,6 +108,10 @@ bench-gpu2: $(GPU_READY) ## Measure between two GPUs, beside vLLM: writes benchm
 
 bench-engines-gpu: $(GPU_READY) ## Measure updates of a running vLLM on one GPU: writes benchmarks/results/vllm-h200.json.
 	$(GPU_PYTHON) benchmarks/engines_gpu.py $(BENCH_ARGS)
+
+bench-operator: $(VENV)/.test ## Measure the operator with 1,000 WeightSyncs on a real API server: writes operator.json.
+	@PYTHON=$(BIN)/python tests/cluster/build.sh >/dev/null
+	$(BIN)/python benchmarks/operator_scale.py --output benchmarks/results/operator.json $(BENCH_ARGS)
 
 clean: ## Remove the virtual environments, the quickstart's model, and caches.
 	rm -rf .venv .venv-torch* examples/quickstart/build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -182,6 +182,7 @@ class Benchmark:
     async def cold_start(self, operator: OperatorProcess, began: float, writes: int) -> None:
         await self.until("WeightSyncs reconciled", lambda: self.known(operator), self.count, 60 + self.count / 4, 0.2)
         self.found["coldStartSeconds"] = round(time.monotonic() - began, 1)
+        self.found["coldStartCpuSeconds"] = round(cpu_seconds(psutil.Process(operator.process.pid)), 1)
         await asyncio.sleep(40)  # until it has compared everything, after 30 s at most
         self.found["coldStartWrites"] = len(await asyncio.to_thread(self.cluster.writes)) - writes
         if self.found["coldStartWrites"]:

@@ -79,6 +79,8 @@ class ClusterPlatform:
         """Child -> (hash, content) as the API server left it, where that never covers the plan."""
         self._clean: dict[Key, tuple[bytes, Contents]] = {}
         """What was found as planned: it is compared again once the plan or an object is another one."""
+        self._made: dict[Key, tuple[bytes, Contents, Rendered]] = {}
+        """What `observe` has rendered, for the `apply` that follows."""
         self._beyond: dict[Key, tuple[bytes, tuple[str, ...]]] = {}
         """What of the pods of a plan goes beyond the Pod Security level restricted."""
         self._senders: dict[Key, tuple[str, str, int]] = {}
@@ -92,14 +94,20 @@ class ClusterPlatform:
     def defaults(self, ws: WeightSync) -> PlanDefaults:
         return DEFAULTS
 
-    async def observe(self, key: Key) -> Observed:
+    async def resource(self, key: Key) -> WeightSync | None:
         """Raises ApiError, UnreadableError."""
         stored = await self._reader.resource(key)
         tree = stored.tree if stored is not None else None
         if tree is None or tree["metadata"].get("deletionTimestamp"):
             # In a foreground deletion it is there until its children are gone: they must not be made anew.
+            return None
+        return read_resource(tree)
+
+    async def observe(self, key: Key) -> Observed:
+        """Raises ApiError, UnreadableError."""
+        ws = await self.resource(key)
+        if ws is None:
             return Observed(None)
-        ws = read_resource(tree)
         planned = plan(ws, self.defaults(ws))
         self._senders[key] = _sender(ws, planned)
         children = await self._children(planned)
@@ -108,6 +116,8 @@ class ClusterPlatform:
         if not self._is_clean(planned, children) or fingerprint != _fingerprint(planned):
             made = render(planned, self._options, _keys(children, planned))
             problems = [*made.problems, *_in_the_way(planned, made, children)]
+            if not problems:
+                self._made[key] = _fingerprint(planned), _contents(children), made
             _, beyond = self._beyond[key] = _fingerprint(planned), tuple(made.beyond_restricted)
         refusal = self._refusals.get(key)
         if refusal is not None and not problems:
@@ -164,6 +174,7 @@ class ClusterPlatform:
         """The API server's garbage collector ends what belonged to it; this only forgets."""
         self._refusals.pop(key, None)
         self._clean.pop(key, None)
+        self._made.pop(key, None)
         self._beyond.pop(key, None)
         self._senders.pop(key, None)
         self._settled = {at: value for at, value in self._settled.items() if at[0] != key}
@@ -206,7 +217,10 @@ class ClusterPlatform:
         Watches bring labelled objects only, and may lag: what is missing may be there all the same. And there are new
         keys only where there are none: other keys roll the pods.
         """
-        made = render(planned, self._options, _keys(children, planned))
+        fingerprint, contents, made = self._made.pop(planned.key, (b"", frozenset(), Rendered((), ())))
+        seen = (fingerprint, contents) == (_fingerprint(planned), _contents(children))
+        if not seen:
+            made = render(planned, self._options, _keys(children, planned))
         missing = [at for tree in made.objects if (at := _child(tree)) not in children]
 
         async def look(kind: str, name: str) -> None:
@@ -215,9 +229,9 @@ class ClusterPlatform:
                 children[kind, name] = Stored(kind, live)
 
         await _together(look(kind, name) for kind, name in missing)
-        if in_the_way := _in_the_way(planned, made, children):
+        if not (seen and not missing) and (in_the_way := _in_the_way(planned, made, children)):
             raise _InTheWay(in_the_way[0])
-        if not planned.config.curve_dir or not missing:
+        if not (missing and planned.config.curve_dir):
             return made
         return render(planned, self._options, _keys(children, planned) or CurveKeys.generate())
 

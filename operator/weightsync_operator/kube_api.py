@@ -28,6 +28,8 @@ Trees = list[Tree]
 REQUEST_SECONDS = 30.0
 PAGE = 100
 """Objects in one answer to a list."""
+MAX_CONNECTIONS = 16
+"""Each has a quarter of a MiB of its own for TLS."""
 JSON = "application/json"
 APPLY = "application/apply-patch+yaml"
 FORBIDDEN = 403
@@ -91,6 +93,7 @@ class KubeApi:
         else:
             await config.load_kube_config(str(kubeconfig), client_configuration=configuration)
         configuration.retries = False  # a pass that failed comes again as a whole
+        configuration.connection_pool_maxsize = MAX_CONNECTIONS
         return cls(configuration, observer)
 
     async def close(self) -> None:

@@ -113,6 +113,9 @@ class LocalPlatform:
     def defaults(self, ws: WeightSync) -> PlanDefaults:
         return self._defaults
 
+    async def resource(self, key: Key) -> WeightSync | None:
+        return self._ws
+
     async def observe(self, key: Key) -> Observed:
         agents = tuple(process.observe() for _, process in sorted(self.processes.items()))
         return Observed(resource=self._ws, agents=agents)

@@ -62,6 +62,10 @@ class Platform(Protocol):
         """What the platform adds to the spec."""
         ...
 
+    async def resource(self, key: Key) -> WeightSync | None:
+        """The resource as it is now; None: it was deleted."""
+        ...
+
     async def observe(self, key: Key) -> Observed:
         """The resource and its agents, as they are now."""
         ...

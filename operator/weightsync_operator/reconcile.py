@@ -52,10 +52,16 @@ class _Memory:
     """The newest report; its steps are those that no written status has yet."""
     after: int = 0
     """Last step that was reported."""
+    news: int = 0
+    """How often something new was reported, refusals included."""
     reserved: ReservedHistory = field(default_factory=lambda: ReservedHistory(1))
     written_at: datetime | None = None
     refused: str = ""
     """Why the sender's last answer is no report of this WeightSync; empty: it was one, or there was none."""
+
+    def refuse(self, why: str) -> None:
+        self.news += why != self.refused
+        self.refused = why
 
 
 class Reconciler:
@@ -103,7 +109,7 @@ class Reconciler:
         if now < due and _states(status.conditions) == _states(before.conditions):
             return Pass(ws, status, False, (due - now).total_seconds())
         await self._platform.write_status(ws, status)
-        memory.written_at = now
+        memory.written_at = self._now()
         if memory.report is not None and report is not None and report.steps:
             # What came in while the status was written is still to be written.
             written = {(step.step, step.started_at) for step in report.steps}
@@ -116,8 +122,7 @@ class Reconciler:
 
         Without it, the first pass after a restart would take back a status that only a report can support.
         """
-        observed = await self._platform.observe(key)
-        ws = observed.resource
+        ws = await self._platform.resource(key)
         if ws is not None and ws.status is not None and ws.status.last_step is not None and not ws.spec.suspend:
             await self.poll(key, ws, 0)
 
@@ -127,17 +132,17 @@ class Reconciler:
         try:
             report = await self._platform.report(key, memory.after, wait)
         except ReportRefusedError as error:
-            memory.refused = str(error)
+            memory.refuse(str(error))
             return False
         if report is None:
             return False
         if not is_about(report, ws):
-            memory.refused = (
+            memory.refuse(
                 f"it reports for WeightSync {report.namespace[:63]}/{report.name[:63]} "
                 f"(UID {report.uid[:36] or 'unknown'}), not for this one (UID {ws.metadata.uid or 'unknown'})"
             )
             return False
-        memory.refused = ""
+        memory.refuse("")
         if memory.report is not None and report.session != memory.report.session and memory.after:
             # A new sender counts on from its receivers' step, or from 1 where they are new too: ask for all it has.
             memory.after = 0
@@ -145,7 +150,9 @@ class Reconciler:
         memory.reserved.record(report)
         new = [step for step in report.steps if step.step > memory.after]
         unwritten = memory.report.steps if memory.report else []
-        memory.report = report.model_copy(update={"steps": [*unwritten, *new][-HISTORY:]})
+        report = report.model_copy(update={"steps": [*unwritten, *new][-HISTORY:]})
+        memory.news += report != memory.report
+        memory.report = report
         if new:
             memory.after = new[-1].step
             if self._on_steps is not None:
@@ -161,26 +168,29 @@ class Reconciler:
         max_retry: float = MAX_RETRY_SECONDS,
     ) -> None:
         """Polls for ever, and wakes the passes whenever something new was reported. Ends when the sender finished."""
+        ws = ws.model_copy(update={"status": None})
         delay = RETRY_SECONDS
         while True:
-            before, asked_at = self.latest(key), time.monotonic()
-            refused = self._memory(key, ws).refused
+            # Nothing of a report, nor its WeightSync's status, is held while the next one is waited for.
+            news, asked_at = self._memory(key, ws).news, time.monotonic()
             answered = await self.poll(key, ws, poll)
-            if self._memory(key, ws).refused != refused:
+            told = self._memory(key, ws).news != news
+            if told:
                 wake()
             if answered:
                 delay = RETRY_SECONDS
-                report = self.latest(key)
-                if report != before:
-                    wake()
-                elif time.monotonic() - asked_at < MIN_POLL_SECONDS:
+                if not told and time.monotonic() - asked_at < MIN_POLL_SECONDS:
                     await asyncio.sleep(MIN_POLL_SECONDS)  # it answers at once with nothing new: no long poll
-                if report is not None and report.finished:
+                if self._has_finished(key):
                     return
             else:
                 # Jitter: a thousand senders that restart together are not asked together.
                 await asyncio.sleep(delay * random.uniform(0.5, 1))
                 delay = min(delay * 2, max_retry)
+
+    def _has_finished(self, key: Key) -> bool:
+        report = self.latest(key)
+        return report is not None and report.finished
 
     def latest(self, key: Key) -> Report | None:
         """The newest report of this WeightSync; its steps are those that no written status has yet."""

@@ -122,6 +122,7 @@ class Workers:
                 due = self._resync * random.uniform(0.75, 1)
                 if done.again_after is not None:
                     due = min(due, done.again_after)
+                del done  # a thousand workers that wait hold no statuses
                 await asyncio.sleep(PAUSE_SECONDS)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(worker.woken.wait(), due)

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from control_plane import ControlPlane, Tree
 from weightsync_agent.http import AgentServer
@@ -24,7 +24,7 @@ from weightsync_api.reports import AgentReport, AgentState, MemorySample, Receiv
 from weightsync_operator.plan import HTTP_PORT
 
 WAIT_SECONDS = 60.0
-_ADDRESSES = (f"127.8.{os.getpid() % 250}.{n}" for n in itertools.count(1))
+addresses = (f"127.8.{os.getpid() % 250}.{n}" for n in itertools.count(1))
 MEMORY = MemorySample(reserved_before=1 << 30, reserved_after=1 << 30, allocated_after=1 << 20, peak=1 << 30)
 
 
@@ -94,7 +94,7 @@ class Sender:
     """What a sender's agent answers, served by the agent's own HTTP server."""
 
     def __init__(self, namespace: str, name: str = "demo", receivers: int = 1) -> None:
-        self.address = next(_ADDRESSES)
+        self.address = next(addresses)
         self.errors: Counter[str] = Counter()
         self._place = namespace, name
         self._receivers = receivers
@@ -150,11 +150,17 @@ class Sender:
             return self.report()
 
 
-def run_pods(cluster: ControlPlane, namespace: str, sender: Sender) -> None:
+class Addressed(Protocol):
+    """What listens at an address."""
+
+    address: str
+
+
+def run_pods(cluster: ControlPlane, namespace: str, sender: Addressed) -> None:
     """Marks every pod as running, as a kubelet would; the sender's has the sender's address."""
     for pod in cluster.list("pods", namespace):
         name = pod["metadata"]["name"]
-        address = sender.address if "-sender-" in name else next(_ADDRESSES)
+        address = sender.address if "-sender-" in name else next(addresses)
         container = pod["spec"]["containers"][0]
         status = {
             "phase": "Running",

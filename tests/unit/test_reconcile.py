@@ -32,6 +32,9 @@ class Shelf:
     def defaults(self, ws: WeightSync) -> PlanDefaults:
         return CLUSTER
 
+    async def resource(self, key: Key) -> WeightSync | None:
+        return self.ws
+
     async def observe(self, key: Key) -> Observed:
         if self.ws is None:
             return Observed(None)
