@@ -125,6 +125,11 @@ class Receiver:
         return self._state == AgentState.SYNCED
 
     @property
+    def pending(self) -> bool:
+        """Something of the sender's is there to be taken in, most likely a step. For the thread that polls."""
+        return bool(self._put_back) or (not self._socket.closed and _readable(self._socket))
+
+    @property
     def step(self) -> int:
         """The last step that it holds whole; 0: none yet."""
         return self._step

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -20,9 +21,13 @@ import torch
 pytest.importorskip("transformers", minversion="5")
 
 from trainer_models import PROMPT, UPDATES, WAIT_SECONDS, fresh, greedy, tiny, update
+from transformers import DynamicCache
 from weightsync_agent.engines.completions import CompletionRequest, Refusal
 from weightsync_agent.engines.generation import Generator
+from weightsync_agent.engines.transformers import TransformersEngine
+from weightsync_agent.engines.transformers_model import ModelTarget
 from weightsync_agent.errors import StepFailed
+from weightsync_agent.receiver import Receiver
 from weightsync_agent.sender import Sender
 from weightsync_agent.sources.computed import Computed
 from weightsync_api.agent_config import ENV_CONFIG, ENV_RANK, AgentConfig
@@ -186,6 +191,73 @@ def test_an_engine_whose_model_differs_ends_and_says_all_differences(
         _, log = engine.process.communicate(timeout=WAIT_SECONDS)
     assert engine.process.returncode == 1
     assert "ManifestMismatch: model.layers.0.mlp.gate_proj.weight: the sender's shape is [80, 48]" in log
+
+
+def old_then_new(old: Any, new: Any, count: int, keep_cache: bool) -> list[int]:
+    """Greedy: `count` tokens of `old`, then `new` up to 12; over the old keys and values, or over new ones."""
+    tokens, cache, made = PROMPT, DynamicCache(), []
+    with torch.no_grad():
+        for place in range(12):
+            model = old if place < count else new
+            if not keep_cache and place == count:
+                cache = DynamicCache()
+                tokens = torch.cat([PROMPT, torch.tensor([made])], dim=1)
+            logits = model(tokens, past_key_values=cache, use_cache=True).logits
+            made.append(int(logits[0, -1].argmax()))
+            tokens = torch.tensor([[made[-1]]])
+    return made
+
+
+@pytest.mark.parametrize("pause", ["Keep", "Abort", "Wait", "None"])
+def test_what_becomes_of_a_request_that_runs_when_a_step_comes(
+    pause: str, make_config: Callable[..., AgentConfig]
+) -> None:
+    config = make_config(bucket_bytes=65536, engine={"pause": pause})
+    trainer, model = tiny.model(1), tiny.model(2)
+    over, fifth = threading.Event(), threading.Event()
+    calls: list[int] = []
+    with Sender(trainer, config=config) as sender, Receiver(ModelTarget(model), config=config, rank=1) as receiver:
+        engine = TransformersEngine(Generator(model, None, "tiny", 64), receiver)
+
+        def hook(*_: object) -> None:
+            """In the middle of a request, waits for the step to come: no clock decides what is seen."""
+            calls.append(1)
+            if len(calls) == 5:
+                fifth.set()
+                until = time.monotonic() + WAIT_SECONDS
+                while not receiver.pending and time.monotonic() < until:
+                    time.sleep(0.005)
+
+        thread = threading.Thread(target=engine.run, args=(over.is_set,))
+        thread.start()
+        try:
+            assert sender.step().complete
+            old = fresh(trainer)
+            handle = model.register_forward_pre_hook(hook)
+            while not engine.health().ready:
+                time.sleep(0.01)
+            answer = engine.submit(CompletionRequest(**GREEDY))
+            assert fifth.wait(WAIT_SECONDS)
+            update(trainer, 1)
+            assert sender.step().complete
+            said = answer.result(WAIT_SECONDS)
+            handle.remove()
+        finally:
+            over.set()
+            thread.join()
+    (choice,) = said.choices
+    assert old_then_new(old, trainer, 12, False) == greedy(old)
+    expected = {
+        "Keep": old_then_new(old, trainer, 5, keep_cache=False),
+        "Abort": greedy(old)[:5],
+        "Wait": greedy(old),
+        "None": old_then_new(old, trainer, 5, keep_cache=True),
+    }
+    assert choice.token_ids == expected[pause]
+    assert choice.finish_reason == ("abort" if pause == "Abort" else "length")
+    assert said.system_fingerprint == ("step-1,2" if pause in ("Keep", "None") else "step-1")
+    assert greedy(model) == greedy(fresh(trainer))
+    assert len(set(map(tuple, expected.values()))) == 4
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,7 @@ class Logprobs(BaseModel):
 class Choice(BaseModel):
     index: int
     text: str
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "abort"]
     logprobs: Logprobs | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
@@ -73,13 +73,13 @@ class Usage(BaseModel):
 
 
 class Completion(BaseModel):
-    """What was generated, all of it by the weights of one step."""
+    """What was generated."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
-    system_fingerprint: str = Field(description="The weights: `step-N`.")
+    system_fingerprint: str = Field(description="Whose weights: `step-5`, or `step-5,6` for what went on over a step.")
     choices: list[Choice]
     usage: Usage
 

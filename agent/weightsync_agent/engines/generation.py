@@ -1,15 +1,41 @@
-"""One completion request -> one batch through `generate`, or a Refusal that names what is wrong with it."""
+"""One completion request -> a batch through `generate`, or a Refusal that names what is wrong with it."""
 
 from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from .completions import MAX_CHOICES, MAX_PROMPTS, Choice, Completion, CompletionRequest, Logprobs, Refusal, Usage
+
+
+@dataclass
+class Row:
+    """One sequence of a batch."""
+
+    prompt: list[int]
+    ids: list[int] = field(default_factory=list)
+    """What was generated so far."""
+    logprobs: list[float] = field(default_factory=list)
+    ended: bool = False
+    """By an end token or a stop text, not by length."""
+
+
+@dataclass
+class Batch:
+    """A request at work."""
+
+    request: CompletionRequest
+    rows: list[Row]
+    """n for each prompt, in the prompts' order."""
+    steps: list[int]
+    """Whose weights generated it, in order."""
+    rounds: int = 0
 
 
 class Generator:
@@ -17,7 +43,7 @@ class Generator:
 
     Args:
         tokenizer: None: prompts are token ids, and texts come back empty.
-        max_tokens: most new tokens of a request: a step waits until the request that runs is done.
+        max_tokens: most new tokens of a request.
     """
 
     def __init__(
@@ -72,51 +98,75 @@ class Generator:
             raise _invalid("the prompt has no tokens")
         return prompt
 
-    def complete(self, request: CompletionRequest, prompts: list[list[int]], step: int) -> Completion:
-        """Generates for prompts that `check` gave. `step`: whose weights the model holds."""
-        width, device = max(map(len, prompts)), self._model.device
-        tokens = torch.zeros(len(prompts), width, dtype=torch.int64)
+    def begin(self, request: CompletionRequest, prompts: list[list[int]], step: int) -> Batch:
+        """A batch for prompts that `check` gave. `step`: whose weights the model holds."""
+        rows = [Row(prompt) for prompt in prompts for _ in range(request.n)]
+        return Batch(request, rows, [step])
+
+    def advance(self, batch: Batch, interrupt: Callable[[], bool] = lambda: False) -> bool:
+        """Generates until the batch is done (True), or `interrupt()` said so after a token (False).
+
+        What was generated stays, and its keys and values are computed anew when the batch is advanced again.
+        """
+        request = batch.request
+        rows = [row for row in batch.rows if not row.ended]
+        left = request.max_tokens - max((len(row.ids) for row in rows), default=request.max_tokens)
+        if not left:
+            return True
+        width, device = max(len(row.prompt) + len(row.ids) for row in rows), self._model.device
+        tokens = torch.zeros(len(rows), width, dtype=torch.int64)
         mask = torch.zeros_like(tokens)
-        for row, prompt in enumerate(prompts):
-            tokens[row, width - len(prompt) :] = torch.tensor(prompt)
-            mask[row, width - len(prompt) :] = 1
+        for place, row in enumerate(rows):
+            known = row.prompt + row.ids
+            tokens[place, width - len(known) :] = torch.tensor(known)
+            mask[place, width - len(known) :] = 1
         # On the CPU's generator too, whatever the device: a seed must not change what other requests sample.
         devices = [device] if device.type == "cuda" else []
         with torch.no_grad(), torch.random.fork_rng(devices, enabled=request.seed is not None):
             if request.seed is not None:
-                torch.manual_seed(request.seed)
+                torch.manual_seed(request.seed + batch.rounds)
             generate: Any = self._model.generate
             out = generate(
                 tokens.to(device),
                 attention_mask=mask.to(device),
                 return_dict_in_generate=True,
                 output_logits=request.logprobs is not None,
+                max_new_tokens=left,
+                stopping_criteria=StoppingCriteriaList([_Interrupt(interrupt)]),
                 **self._options(request),
             )
-        logprobs = _logprobs(out, width) if request.logprobs is not None else None
-        rows: list[list[int]] = out.sequences[:, width:].tolist()
-        choices = []
-        for row, ids in enumerate(rows):
-            prompt = prompts[row // request.n]
-            choices.append(self._choice(request, row, ids, prompt, logprobs[row] if logprobs is not None else None))
-        asked = sum(map(len, prompts))
-        made = sum(len(choice.token_ids or ()) for choice in choices)
-        if not request.return_token_ids:
-            for choice in choices:
-                choice.token_ids = choice.prompt_token_ids = None
+        batch.rounds += 1
+        made: list[list[int]] = out.sequences[:, width:].tolist()
+        logprobs = _logprobs(out, width) if request.logprobs is not None else [[] for _ in rows]
+        for row, ids, values in zip(rows, made, logprobs, strict=True):
+            row.ids += ids
+            row.logprobs += values
+            self._end(request, row)
+        return all(row.ended or len(row.ids) >= request.max_tokens for row in batch.rows)
+
+    def finish(self, batch: Batch) -> Completion:
+        """The answer, with what there is; rows that are not done were aborted."""
+        request = batch.request
+        choices = [self._choice(request, index, row) for index, row in enumerate(batch.rows)]
+        asked = sum(len(row.prompt) for row in batch.rows[:: request.n])
+        made = sum(len(row.ids) for row in batch.rows)
         return Completion(
             id=f"cmpl-{uuid.uuid4().hex}",
             created=int(time.time()),
             model=self.name,
-            system_fingerprint=f"step-{step}",
+            system_fingerprint="step-" + ",".join(map(str, dict.fromkeys(batch.steps))),
             choices=choices,
             usage=Usage(prompt_tokens=asked, completion_tokens=made, total_tokens=asked + made),
         )
 
+    def complete(self, request: CompletionRequest, prompts: list[list[int]], step: int) -> Completion:
+        """All of it, uninterrupted."""
+        batch = self.begin(request, prompts, step)
+        self.advance(batch)
+        return self.finish(batch)
+
     def _options(self, request: CompletionRequest) -> dict[str, Any]:
         options: dict[str, Any] = {
-            "max_new_tokens": request.max_tokens,
-            "num_return_sequences": request.n,
             "do_sample": request.temperature > 0,
             "pad_token_id": min(self._eos, default=0),
             "eos_token_id": sorted(self._eos) if self._eos and not request.ignore_eos else None,
@@ -127,27 +177,44 @@ class Generator:
             options |= {"stop_strings": request.stops, "tokenizer": self._tokenizer}
         return options
 
-    def _choice(
-        self, request: CompletionRequest, row: int, ids: list[int], prompt: list[int], logprobs: list[float] | None
-    ) -> Choice:
-        # Rows that end early are padded to the longest.
-        end = next((place + 1 for place, token in enumerate(ids) if token in self._eos), None)
-        if end is not None and not request.ignore_eos:
-            ids = ids[:end]
-        text = "" if self._tokenizer is None else self._tokenizer.decode(ids, skip_special_tokens=True)
+    def _end(self, request: CompletionRequest, row: Row) -> None:
+        """Cuts off what a row was padded with after its end, as rows that end early are."""
+        ends = [place + 1 for place, token in enumerate(row.ids) if token in self._eos and not request.ignore_eos][:1]
+        if request.stops and any(stop in self._text(row.ids) for stop in request.stops):
+            counts = range(1, len(row.ids) + 1)
+            ends += [c for c in counts if any(stop in self._text(row.ids[:c]) for stop in request.stops)][:1]
+        if ends:
+            row.ended = True
+            del row.ids[min(ends) :], row.logprobs[min(ends) :]
+
+    def _text(self, ids: list[int]) -> str:
+        return "" if self._tokenizer is None else str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    def _choice(self, request: CompletionRequest, index: int, row: Row) -> Choice:
+        text = self._text(row.ids)
         places = [text.find(stop) for stop in request.stops if stop in text]
-        ended = (end is not None and not request.ignore_eos) or bool(places)
         # An embedding that is padded has ids that no tokenizer knows.
-        known = self._tokenizer.convert_ids_to_tokens(ids) if self._tokenizer is not None else ids
+        known = self._tokenizer.convert_ids_to_tokens(row.ids) if self._tokenizer is not None else row.ids
         pieces = [piece if isinstance(piece, str) else "" for piece in known]
+        whole = len(row.ids) >= request.max_tokens
         return Choice(
-            index=row,
+            index=index,
             text=text[: min(places)] if places else text,
-            finish_reason="stop" if ended else "length",
-            logprobs=Logprobs(tokens=pieces, token_logprobs=logprobs[: len(ids)]) if logprobs is not None else None,
-            token_ids=ids,
-            prompt_token_ids=prompt,
+            finish_reason="stop" if row.ended else "length" if whole else "abort",
+            logprobs=Logprobs(tokens=pieces, token_logprobs=row.logprobs) if request.logprobs is not None else None,
+            token_ids=row.ids if request.return_token_ids else None,
+            prompt_token_ids=row.prompt if request.return_token_ids else None,
         )
+
+
+class _Interrupt(StoppingCriteria):
+    """Asked after each token of a batch."""
+
+    def __init__(self, interrupt: Callable[[], bool]) -> None:
+        self._interrupt = interrupt
+
+    def __call__(self, input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
+        return torch.full((input_ids.shape[0],), self._interrupt(), dtype=torch.bool, device=input_ids.device)
 
 
 def _logprobs(out: Any, width: int) -> list[list[float]]:
