@@ -48,9 +48,8 @@ with tempfile.TemporaryDirectory(prefix="ws-") as directory:
             said = ask(SENTENCE[:2], len(SENTENCE) - 2)
             right = sum(a == b for a, b in zip(said, SENTENCE[2:], strict=True))
             print(f"step {report.step}: loss {loss.item():.3f}, the server says {right} of {len(said)} tokens right")
-        print(
-            f"the server's weights go {'straight into its parameters' if engine.reports[0].in_place else 'through its loaders'}"
-        )
+        way = "straight into its parameters" if engine.reports[0].in_place else "through its loaders"
+        print(f"the server's weights go {way}")
 model.eval()
 with torch.no_grad():
     own = model.generate(tokens[:, :2], max_new_tokens=len(SENTENCE) - 2, do_sample=False, eos_token_id=None)

@@ -65,8 +65,9 @@ class Fill:
     strides: tuple[int, ...]
     value: float
 
-    def run(self, tensor: torch.Tensor) -> None:
-        tensor.detach().as_strided(self.shape, self.strides, self.offset).fill_(self.value)
+    def view(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The padding itself, in the engine's tensor of that name."""
+        return tensor.detach().as_strided(self.shape, self.strides, self.offset)
 
 
 @dataclass

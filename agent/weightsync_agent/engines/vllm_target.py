@@ -42,6 +42,7 @@ class VllmTarget(Target):
         self._plan: LearnedPlan | None = None
         self._manifest: Manifest | None = None
         self._destinations: list[torch.Tensor] = []
+        self._fills: list[tuple[torch.Tensor, float]] = []
         self._left: set[str] = set()
 
     # --- joining ------------------------------------------------------------------------------------------------
@@ -81,6 +82,7 @@ class VllmTarget(Target):
                 return f"{entry.name}: {len(parts or [])} pieces of it, not the whole, belong to this worker"
             destinations.append(whole)
         self._destinations = destinations
+        self._fills = [(fill.view(live[fill.destination]), fill.value) for fill in plan.fills]
         return ""
 
     def refuse(self, reason: str) -> None:
@@ -95,10 +97,9 @@ class VllmTarget(Target):
 
     def pad(self) -> None:
         """Padding that the loaders set to a constant: a sleeping engine loses it with the rest of its memory."""
-        if self.in_place and self._plan is not None and self._plan.fills:
-            live = self.model.tensors()
-            for fill in self._plan.fills:
-                fill.run(live[fill.destination])
+        if self.in_place:
+            for view, value in self._fills:
+                view.fill_(value)
 
     def load(self, named: list[tuple[str, torch.Tensor]]) -> None:
         """A bucket's tensors. vLLM keeps them until their layer is complete, so it gets copies."""
