@@ -38,12 +38,12 @@ LAST_SEED = 3
 
 TINY = {
     "tiny": ModelConfig(
-        architectures=("Qwen3ForCausalLM",), hidden_size=128, intermediate_size=256, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, vocab_size=500, tie_word_embeddings=True,
+        architectures=("Qwen3ForCausalLM",), hidden_size=256, intermediate_size=512, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=500, tie_word_embeddings=True,
     ),
     "tiny-moe": ModelConfig(
-        architectures=("Qwen3MoeForCausalLM",), hidden_size=128, intermediate_size=256, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, vocab_size=512, num_experts=8,
+        architectures=("Qwen3MoeForCausalLM",), hidden_size=256, intermediate_size=512, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=512, num_experts=8,
         moe_intermediate_size=128,
     ),
 }  # fmt: skip
