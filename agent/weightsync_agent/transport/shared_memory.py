@@ -20,32 +20,24 @@ from weightsync_api.agent_config import AgentConfig
 from ..copy_plan import CopyPlan, byte_view, direct_pairs, pack_plans, separate_aliases, unpack_plans
 from ..deadline import Deadline
 from ..digest import tensor_digest, tensor_digests
-from ..errors import Closed, ConfigError, SelfTestFailed, TransportError
-from ..host_memory import ControlPage, HostMemory
+from ..errors import ConfigError, SelfTestFailed, TransportError
+from ..host_memory import HostMemory
 from ..manifest import Manifest, align, layout
 from ..protocol import Bucket, Identity, Joined, Offer, Region, Welcome
 from ..targets import Target
-from .base import ReceiveChannel, ReceiverTransport, SendChannel, SenderTransport, SendPlan
+from .base import ReceiveChannel, SendChannel, SendPlan
+from .control import Control, MappedReceiver, MappedSender, Shared
 from .descriptors import DescriptorServer, fetch_descriptors
-from .mailbox import CONTROL_BYTES, FROM_RECEIVER, FROM_SENDER, Mailbox
 from .staging import Loader
 
 ROUTE = "SharedMemory"
 SELF_TEST_BYTES = 1 << 20
 
-STEP_WORD = 0
-"""Word of the control page: the step whose bytes lie still. 0: none, so that who copied on has a torn step."""
-FIRST_EXPORT_WORD = 1
-"""Words from here on: one an exported region, in the offer's order after the control page."""
-
 
 @dataclass
-class _Export:
+class _Export(Shared):
     """What one receiver was given."""
 
-    control: HostMemory
-    page: ControlPage
-    mailbox: Mailbox
     token: str
     self_test: HostMemory
     expected: str
@@ -53,13 +45,12 @@ class _Export:
     nbytes: int
 
 
-class SharedMemorySender(SenderTransport):
+class SharedMemorySender(MappedSender[_Export]):
     kind = "IPC"
 
     def __init__(self, plan: SendPlan) -> None:
         super().__init__(plan)
         self._server = DescriptorServer(plan.runtime_dir)
-        self._exports: dict[int, _Export] = {}
         self._slots: list[HostMemory] = []
         self._plans: list[CopyPlan] = []
         if plan.mode == "Direct":
@@ -89,8 +80,7 @@ class SharedMemorySender(SenderTransport):
 
     def offer(self, identity: Identity) -> Offer:
         self.forget(identity.rank)
-        control = HostMemory.create(CONTROL_BYTES, "weightsync-control")
-        page = ControlPage(control)
+        control = Control.create()
         self_test = HostMemory.create(SELF_TEST_BYTES, "weightsync-self-test")
         pattern = torch.frombuffer(bytearray(secrets.token_bytes(SELF_TEST_BYTES)), dtype=torch.uint8)
         self_test.tensor().copy_(pattern)
@@ -99,20 +89,17 @@ class SharedMemorySender(SenderTransport):
             data, role = [self.plan.arena], "arena"
         else:
             data, role = self._slots, "slot"
-        memories = [control, self_test, *data]
+        memories = [control.memory, self_test, *data]
         roles = ["control", "self-test", *[role] * len(data)]
-        for word in range(FIRST_EXPORT_WORD, FIRST_EXPORT_WORD + len(memories) - 1):
-            page[word] = 1
+        control.export(len(memories) - 1)
         token = self._server.lay_out([memory.fd for memory in memories])
         self._exports[identity.rank] = _Export(
             control=control,
-            page=page,
-            mailbox=Mailbox(control, FROM_SENDER, FROM_RECEIVER),
             token=token,
             self_test=self_test,
             expected=f"{tensor_digest(pattern):016x}",
             regions=len(memories) - 1,
-            nbytes=control.nbytes + self_test.nbytes,
+            nbytes=control.memory.nbytes + self_test.nbytes,
         )
         return Offer(
             socket=self._server.path,
@@ -130,7 +117,7 @@ class SharedMemorySender(SenderTransport):
                 f"rank {rank} read other bytes than were written in the 1 MiB self-test over {ROUTE}: "
                 "its memory is not the sender's"
             )
-        if export.page[FIRST_EXPORT_WORD] != 0:
+        if export.control.exported(0):
             raise SelfTestFailed(f"rank {rank} did not release the self-test's memory: its counter is not 0")
         export.nbytes -= export.self_test.nbytes
         export.self_test.close()
@@ -140,32 +127,12 @@ class SharedMemorySender(SenderTransport):
         export = self._exports.get(rank)
         if export is None:
             return 0
-        return sum(export.page[FIRST_EXPORT_WORD + region] for region in range(export.regions))
+        return sum(export.control.exported(region) for region in range(export.regions))
 
     def digests(self) -> bytes:
         if self.plan.gather is None:
             return tensor_digests(self.plan.tensors)
         return self._gathered_digests
-
-    def lay(self, rank: int, frame: bytes) -> None:
-        if (export := self._exports.get(rank)) is not None:
-            export.mailbox.lay(frame)
-
-    def find(self, rank: int) -> bytes | None:
-        export = self._exports.get(rank)
-        return export.mailbox.find() if export is not None else None
-
-    def took(self, rank: int) -> None:
-        if (export := self._exports.get(rank)) is not None:
-            export.mailbox.took()
-
-    def open_step(self, step: int) -> None:
-        for export in self._exports.values():
-            export.page[STEP_WORD] = step & 0xFFFFFFFF
-
-    def close_step(self) -> None:
-        for export in self._exports.values():
-            export.page[STEP_WORD] = 0
 
     def send(self, channel: SendChannel) -> None:
         digests: dict[int, int] = {}
@@ -202,7 +169,7 @@ class SharedMemorySender(SenderTransport):
         export = self._exports.pop(rank, None)
         if export is not None:
             self._server.withdraw(export.token)
-            export.page[STEP_WORD] = 0  # if it lives and still copies, it must not take the step for whole
+            export.control.close_step()  # if it lives and still copies, it must not take the step for whole
             export.self_test.close()
             export.control.close()
         return 0  # the kernel frees a memfd with its last holder: a receiver that died strands nothing
@@ -218,12 +185,11 @@ class SharedMemorySender(SenderTransport):
         self._slots = []
 
 
-class SharedMemoryReceiver(ReceiverTransport):
+class SharedMemoryReceiver(MappedReceiver):
     def __init__(self, welcome: Welcome, manifest: Manifest, target: Target, config: AgentConfig) -> None:
         super().__init__(welcome, manifest, target)
         self._memories: list[HostMemory] = []
-        self._page: ControlPage | None = None
-        self._mailbox: Mailbox | None = None
+        """In the offer's order after the control memory."""
         self._plan: CopyPlan | None = None
         self._plans: list[CopyPlan] = []
         self._loader: Loader | None = None
@@ -242,12 +208,10 @@ class SharedMemoryReceiver(ReceiverTransport):
         descriptors = fetch_descriptors(offer.socket, offer.token, len(offer.regions), deadline)
         for descriptor, region in zip(descriptors, offer.regions, strict=True):
             self._memories.append(HostMemory.map(descriptor, region.nbytes))
-        self._page = ControlPage(self._memories[0])
-        if self._memories[0].nbytes >= CONTROL_BYTES:
-            self._mailbox = Mailbox(self._memories[0], FROM_RECEIVER, FROM_SENDER)
-        result = f"{tensor_digest(self._memories[1].tensor()):016x}"
-        self._release(1)
-        data = self._memories[2:]
+        self._control = Control.mapped(self._memories.pop(0))
+        result = f"{tensor_digest(self._memories[0].tensor()):016x}"
+        self._release(0)
+        data = self._memories[1:]
         self._check_sizes(data)
         if self.target.in_place:
             self._make_plans(data)
@@ -275,20 +239,10 @@ class SharedMemoryReceiver(ReceiverTransport):
             also = separate_aliases(self.manifest, destinations)
             self._plans = unpack_plans(destinations, self._layout, views, also)
 
-    def lay(self, frame: bytes) -> None:
-        if self._mailbox is not None:
-            self._mailbox.lay(frame)
-
-    def find(self) -> bytes | None:
-        return self._mailbox.find() if self._mailbox is not None else None
-
-    def taken(self) -> bool:
-        return self._mailbox is not None and self._mailbox.taken()
-
     def receive(self, channel: ReceiveChannel) -> None:
-        assert self._page is not None
+        assert self._control is not None
         channel.started()
-        data = self._memories[2:]
+        data = self._memories[1:]
         if self.welcome.mode == "Direct":
             if self._plan is not None:
                 self._plan.run()
@@ -310,9 +264,7 @@ class SharedMemoryReceiver(ReceiverTransport):
                     self._loader.load_bucket(bucket, memory.window, memory.views_alive, channel.verify)
                 if bucket + len(data) < count:
                     channel.drained(bucket)  # a later bucket waits for this slot
-        if self._page[STEP_WORD] != channel.step & 0xFFFFFFFF:
-            # The sender gave the step up and may have changed its weights while they were copied.
-            raise Closed(f"step {channel.step} was broken off by the sender while its bytes were copied")
+        self._control.check_open(channel.step)
 
     def digests(self) -> bytes:
         if self.target.in_place:
@@ -326,20 +278,17 @@ class SharedMemoryReceiver(ReceiverTransport):
         if memory.closed:
             return
         memory.close()
-        if self._page is not None:
-            word = FIRST_EXPORT_WORD + region - 1
-            if self._page[word] != 1:
-                raise TransportError(f"region {region} is counted {self._page[word]} times, not once")
-            self._page[word] = 0
+        if self._control is not None:
+            self._control.release(region)
 
     def close(self) -> None:
         self._plan, self._plans = None, []
-        for region in range(1, len(self._memories)):
+        for region in range(len(self._memories)):
             self._release(region)
-        self._page = self._mailbox = None
-        for memory in self._memories[:1]:
-            memory.close()
         self._memories = []
+        if self._control is not None:
+            self._control.close()
+            self._control = None
 
 
 def views_of(arena: torch.Tensor, manifest: Manifest) -> list[torch.Tensor]:

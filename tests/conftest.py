@@ -1,0 +1,5 @@
+"""Of all tests."""
+
+import pytest
+
+pytest.register_assert_rewrite("step_promises")

@@ -1,0 +1,247 @@
+"""What a step over shared memory promises, on the CPU and on a GPU: the same tests, run over every place.
+
+A module of tests imports them all, and has a fixture `place`; `start` and `make_config` are the transfer tests'.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from transfer import samples
+from weightsync_agent.errors import StepFailed
+from weightsync_agent.sender import Sender
+from weightsync_api.agent_config import AgentConfig
+
+__all__ = [
+    "group",
+    "test_every_receiver_holds_every_byte_after_each_step",
+    "test_killed_receiver_is_dropped_and_returns_whole",
+    "test_memory_stays_flat_over_many_steps",
+    "test_receiver_killed_between_steps_strands_nothing",
+    "test_receiver_that_fails_is_named_tainted_and_whole_one_step_later",
+    "test_silent_receiver_costs_the_ack_timeout_and_is_whole_later",
+]
+
+WAIT = 60.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the weights are, and which way they go."""
+
+    name: str
+    mode: str
+    adopt: bool
+    route: str
+    device: str = "cpu"
+    bucket_bytes: int = 16384
+    loads: bool = True
+    """Whether a `load_weights` can be given what lies there."""
+    flat_after: int = 10
+    """Steps after which reserved memory stays as it is, ..."""
+    flat_bytes: int = 8 << 20
+    """... but for so much: a process's own memory is not only the agent's."""
+    steps: int = 60
+
+    def weights(self, seed: int = 0) -> dict[str, torch.Tensor]:
+        return samples.mixed(seed, self.device)
+
+    def change(self, weights: dict[str, torch.Tensor], seed: int) -> dict[str, str]:
+        """Trains, so to say: new bytes in place. Gives their fingerprint."""
+        for name, tensor in self.weights(seed).items():
+            weights[name].copy_(tensor)
+        return samples.fingerprint(weights)
+
+
+CPU_PLACES = [
+    Place("Direct", "Direct", adopt=True, route="SharedMemory"),
+    Place("Packed", "Packed", adopt=False, route="SharedMemory"),
+]
+_GPU: dict[str, Any] = {"device": "cuda", "bucket_bytes": 65536, "flat_after": 5, "flat_bytes": 0, "steps": 300}
+GPU_PLACES = [
+    Place("Direct-adopted", "Direct", adopt=True, route="IPC/Descriptor", **_GPU),
+    Place("Direct", "Direct", adopt=False, route="IPC/TorchHandle", loads=False, **_GPU),
+    Place("Packed", "Packed", adopt=False, route="IPC/Descriptor", **_GPU),
+]
+
+
+class Group:
+    """A WeightSync at a place: its configuration, and what is started of it."""
+
+    def __init__(self, place: Place, make_config: Callable[..., AgentConfig], start: Callable[..., Any]) -> None:
+        self.place = place
+        self._make_config = make_config
+        self._start = start
+        self.config = self.configure()
+
+    def configure(self, **changes: Any) -> AgentConfig:
+        device = "CPU" if self.place.device == "cpu" else "CUDA"
+        values = {"device": device, "mode": self.place.mode, "bucket_bytes": self.place.bucket_bytes}
+        self.config = self._make_config(**(values | changes))
+        return self.config
+
+    def receiver(self, rank: int = 1, **options: Any) -> Any:
+        if options.get("target") == "loader" and not self.place.loads:
+            pytest.skip("load_weights in Direct mode needs an adopted arena, and says so")
+        return self._start(self.config, rank, device=self.place.device, **options)
+
+    def sender(self, weights: dict[str, torch.Tensor]) -> Sender:
+        return Sender(weights, config=self.config, adopt=self.place.adopt)
+
+
+@pytest.fixture
+def group(place: Place, make_config: Callable[..., AgentConfig], start: Callable[..., Any]) -> Group:
+    return Group(place, make_config, start)
+
+
+@pytest.mark.parametrize("target", ["dict", "loader"])
+def test_every_receiver_holds_every_byte_after_each_step(target, place, group) -> None:
+    group.configure(receivers=2)
+    receivers = [group.receiver(rank, target=target) for rank in (1, 2)]
+    weights = place.weights()
+    with group.sender(weights) as sender:
+        for step in range(1, 5):
+            want = place.change(weights, step)
+            report = sender.step()
+            assert report.complete
+            assert report.verified == (step == 1)  # the first step is, then each hundredth
+            assert [part.rank for part in report.receivers] == [1, 2]
+            for receiver in receivers:
+                line = receiver.until("step", step)
+                assert line["fingerprint"] == want
+                assert line["ready"]
+        told = sender.report()
+        assert (told.mode, told.route) == (place.mode, place.route)
+        assert told.self_tested
+        assert sender._transport.exported(1) > 0
+    for receiver in receivers:
+        receiver.until("closed")
+
+
+@pytest.mark.parametrize("fault", [{"raise_in_load": True}, {"keep_views": True}], ids=lambda fault: next(iter(fault)))
+def test_receiver_that_fails_is_named_tainted_and_whole_one_step_later(fault, place, group) -> None:
+    group.configure(receivers=2)
+    good = group.receiver(1)
+    bad = group.receiver(2, target="loader", fault_steps=[2], **fault)
+    weights = place.weights()
+    with group.sender(weights) as sender:
+        assert sender.step().complete
+        bad.until("step", 1)
+        place.change(weights, 2)
+        with pytest.raises(StepFailed) as failure:
+            sender.step()
+        report = failure.value.report
+        assert not report.complete
+        assert [(part.rank, part.state) for part in report.receivers] == [(1, "Synced"), (2, "Tainted")]
+        cause = "the engine's loader is broken" if "raise_in_load" in fault else "outlived the load"
+        assert cause in report.receivers[1].error
+        assert "rank 2" in str(failure.value)
+        assert "step 2" in str(failure.value)
+        tainted = bad.until("tainted")
+        assert cause in tainted["tainted"]
+        assert not tainted["ready"]
+        want = place.change(weights, 3)
+        assert sender.step().complete
+        assert bad.until("step", 3)["fingerprint"] == want
+        assert good.until("step", 3)["fingerprint"] == want
+
+
+def returns_whole(group: Group, sender: Sender, weights: dict[str, torch.Tensor], rank: int) -> None:
+    """Starts a receiver anew; steps until it takes part."""
+    again = group.receiver(rank)
+    again.until("started")
+    deadline = time.monotonic() + WAIT
+    want = group.place.change(weights, 4)
+    while len(sender.step().receivers) < 2:
+        assert time.monotonic() < deadline, "the restarted receiver did not join"
+        time.sleep(0.05)
+    assert again.until("step")["fingerprint"] == want
+
+
+def test_killed_receiver_is_dropped_and_returns_whole(place, group) -> None:
+    group.configure(receivers=2)
+    stays, dies = group.receiver(1), group.receiver(2, target="loader", fault_steps=[2], sleep_in_load=60)
+    weights = place.weights()
+    with group.sender(weights) as sender:
+        assert sender.step().complete
+        dies.until("step", 1)
+        # It is in the middle of step 2 (its loader sleeps) when it is killed.
+        killer = threading.Timer(1.0, dies.kill)
+        killer.start()
+        began = time.monotonic()
+        with pytest.raises(StepFailed, match=r"rank 2.*connection is gone") as failure:
+            sender.step()
+        killer.join()
+        assert time.monotonic() - began < 20  # long before the ACK's deadline of 30 s
+        assert failure.value.report.receivers[1].state == "Lost"
+        want = place.change(weights, 3)
+        report = sender.step()
+        assert report.complete
+        assert [part.rank for part in report.receivers] == [1]
+        assert stays.until("step", 3)["fingerprint"] == want
+        returns_whole(group, sender, weights, 2)
+
+
+def test_receiver_killed_between_steps_strands_nothing(place, group) -> None:
+    group.configure(receivers=2)
+    stays, dies = group.receiver(1), group.receiver(2)
+    weights = place.weights()
+    with group.sender(weights) as sender:
+        assert sender.step().complete
+        dies.until("step", 1)
+        dies.kill()
+        want = place.change(weights, 2)
+        try:
+            report = sender.step()
+        except StepFailed:
+            report = sender.step()
+        assert [part.rank for part in report.receivers] == [1]
+        assert stays.until("step", report.step)["fingerprint"] == want
+        assert sender._transport.exported(2) == 0
+        returns_whole(group, sender, weights, 2)
+
+
+def test_silent_receiver_costs_the_ack_timeout_and_is_whole_later(place, group) -> None:
+    group.configure(ack_timeout_seconds=1, step_timeout_seconds=3)
+    receiver = group.receiver()
+    weights = place.weights()
+    with group.sender(weights) as sender:
+        assert sender.step().complete
+        receiver.until("step", 1)
+        os.kill(receiver.process.pid, signal.SIGSTOP)  # alive, connected, and deaf
+        began = time.monotonic()
+        with pytest.raises(StepFailed, match="rank 1"):
+            sender.step()
+        assert time.monotonic() - began < 10
+        os.kill(receiver.process.pid, signal.SIGCONT)
+        want = place.change(weights, 3)
+        for _ in range(50):
+            try:
+                step = sender.step().step
+                break
+            except StepFailed:
+                continue
+        # Whatever it made of the step that was broken off, it never called that one whole.
+        while (line := receiver.until("step"))["step"] != step:
+            assert line["step"] != 2
+        assert line["fingerprint"] == want
+
+
+def test_memory_stays_flat_over_many_steps(place, group) -> None:
+    receiver = group.receiver()
+    weights = place.weights()
+    with group.sender(weights) as sender:
+        reports = [sender.step() for _ in range(place.steps)]
+        receiver.until("step", place.steps)
+    for of in (lambda r: r.memory, lambda r: r.receivers[0].memory):
+        after = [of(report).reserved_after for report in reports[place.flat_after :]]
+        assert after[0] > 0
+        assert max(after) - after[0] <= place.flat_bytes
