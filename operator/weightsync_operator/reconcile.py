@@ -10,6 +10,7 @@ import asyncio
 import logging
 import random
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -48,8 +49,8 @@ class Pass:
 class _Memory:
     """What is known of one WeightSync beyond its status: it can be lost without harm, and is after a restart."""
 
-    report: Report | None = None
-    """The newest report; its steps are those that no written status has yet."""
+    packed: bytes = b""
+    """The newest report in JSON, compressed: its models would be thirty times as large. Empty: there was none."""
     after: int = 0
     """Last step that was reported."""
     news: int = 0
@@ -58,6 +59,15 @@ class _Memory:
     written_at: datetime | None = None
     refused: str = ""
     """Why the sender's last answer is no report of this WeightSync; empty: it was one, or there was none."""
+
+    @property
+    def report(self) -> Report | None:
+        """The newest report; its steps are those that no written status has yet. A new copy each time."""
+        return Report.model_validate_json(zlib.decompress(self.packed)) if self.packed else None
+
+    @report.setter
+    def report(self, report: Report) -> None:
+        self.packed = zlib.compress(report.model_dump_json(by_alias=True).encode(), 1)
 
     def refuse(self, why: str) -> None:
         self.news += why != self.refused
@@ -110,11 +120,12 @@ class Reconciler:
             return Pass(ws, status, False, (due - now).total_seconds())
         await self._platform.write_status(ws, status)
         memory.written_at = self._now()
-        if memory.report is not None and report is not None and report.steps:
+        latest = memory.report
+        if latest is not None and report is not None and report.steps:
             # What came in while the status was written is still to be written.
             written = {(step.step, step.started_at) for step in report.steps}
-            rest = [step for step in memory.report.steps if (step.step, step.started_at) not in written]
-            memory.report = memory.report.model_copy(update={"steps": rest})
+            rest = [step for step in latest.steps if (step.step, step.started_at) not in written]
+            memory.report = latest.model_copy(update={"steps": rest})
         return Pass(ws, status, True, None)
 
     async def prime(self, key: Key) -> None:
@@ -143,16 +154,17 @@ class Reconciler:
             )
             return False
         memory.refuse("")
-        if memory.report is not None and report.session != memory.report.session and memory.after:
+        known = memory.report
+        if known is not None and report.session != known.session and memory.after:
             # A new sender counts on from its receivers' step, or from 1 where they are new too: ask for all it has.
             memory.after = 0
             report = await self._platform.report(key, 0, 0) or report
         memory.reserved.record(report)
         new = [step for step in report.steps if step.step > memory.after]
-        unwritten = memory.report.steps if memory.report else []
-        report = report.model_copy(update={"steps": [*unwritten, *new][-HISTORY:]})
-        memory.news += report != memory.report
-        memory.report = report
+        unwritten = known.steps if known else []
+        before = memory.packed
+        memory.report = report.model_copy(update={"steps": [*unwritten, *new][-HISTORY:]})
+        memory.news += memory.packed != before
         if new:
             memory.after = new[-1].step
             if self._on_steps is not None:
