@@ -79,6 +79,12 @@ class PeerProcess:
         found: dict[str, Any] = json.loads(first)
         return found
 
+    def result(self) -> dict[str, Any]:
+        """What became of it, whatever it says before."""
+        while "result" not in (said := self.line()):
+            pass
+        return said
+
     def kill(self) -> None:
         """Returns when it is gone: its end of the socket is closed then."""
         with suppress(ProcessLookupError):

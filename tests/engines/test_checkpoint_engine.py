@@ -39,9 +39,7 @@ class Engine:
 
     def __call__(self, handles: dict[str, str]) -> None:
         (address,) = handles.values()
-        peer = PeerProcess("worker", address, *self.options)
-        self.peers.append(peer)
-        peer.line()
+        self.peers.append(PeerProcess("worker", address, *self.options))
 
     def __enter__(self) -> Engine:
         return self
@@ -68,7 +66,7 @@ def test_the_worker_holds_our_bytes_after_each_of_five_steps() -> None:
                 weights[name].copy_(tensor)
             report = ours.step(engine)
             assert (report.step, report.complete) == (seed, True)
-            result = engine.peers[-1].line()
+            result = engine.peers[-1].result()
             assert (result["result"], result["hooks"]) == ("ok", 1)
             assert result["got"] == judged(mixed(seed))
             assert result["calls"] >= 3
@@ -84,10 +82,10 @@ def test_an_error_of_the_worker_fails_the_step_the_last_bucket_included(at: str,
             ours.step(engine)
         assert failed.value.report.receivers[0].state == AgentState.TAINTED
         # The worker was told, and ended as its protocol has it, without its post hook.
-        assert "RuntimeError: the sender broke this step off" in engine.peers[0].line()["result"]
+        assert "RuntimeError: the sender broke this step off" in engine.peers[0].result()["result"]
         engine.options = ()
         ours.step(engine)
-        assert engine.peers[1].line()["got"] == judged(weights)
+        assert engine.peers[1].result()["got"] == judged(weights)
 
 
 @pytest.mark.parametrize(

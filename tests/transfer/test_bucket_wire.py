@@ -80,6 +80,19 @@ def test_both_wires_carry_every_dtype_and_shape(address: str, bucket_bytes: int)
     assert fingerprint(target) == fingerprint(mixed(4))
 
 
+def test_a_receiver_that_is_ahead_of_its_sender_waits_for_the_next_step(address: str) -> None:
+    """It connects while the sender still has the last step's socket open, which then closes under it."""
+    weights, target = {"a": torch.zeros(1000)}, {"a": torch.ones(1000)}
+    receiver = VerlReceiver(address, target, allow_object_wire=True)
+    received = beside(lambda: [receiver.receive().step for _ in range(100)])
+    with VerlSender(weights, address, allow_object_wire=True) as sender:
+        for step in range(1, 101):
+            weights["a"].fill_(step)
+            sender.step()
+    assert received.result(60) == list(range(1, 101))
+    assert bool((target["a"] == 100).all())
+
+
 def test_tied_tensors_go_once_and_fill_both_names_where_the_receiver_has_them_apart(address: str) -> None:
     tied = torch.randn(100, 16)
     target = {"embedding": torch.zeros(100, 16), "head": torch.zeros(100, 16)}

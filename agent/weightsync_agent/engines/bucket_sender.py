@@ -20,7 +20,7 @@ from .lockstep import Lockstep
 from .object_wire import require_allowed
 
 BUCKET_BYTES = 512 << 20
-"""Of one bucket; the buffer holds two. As verl's default."""
+"""Of the buffer, whose halves are filled and loaded by turns. As verl's default."""
 MAX_ANSWER_BYTES = 4096
 
 
@@ -42,8 +42,8 @@ class BucketSender:
         join_timeout_seconds: float = 120.0,
         step_timeout_seconds: float = 300.0,
     ) -> None:
-        """`source`, `dtype`, `names`, `each_rank`: as for Sender. `bucket_bytes`: grows to the largest tensor
-        where that is larger.
+        """`source`, `dtype`, `names`, `each_rank`: as for Sender. `bucket_bytes`: of the buffer,
+        which grows to twice the largest tensor where that is more.
 
         Raises ConfigError, naming the tensor, for weights that can't be sent, and where `allow_object_wire` is not set.
         """

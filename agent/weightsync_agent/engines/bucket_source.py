@@ -26,7 +26,9 @@ class BucketSource:
         dtype: torch.dtype | None = None,
         names: NameRules = (),
         each_rank: bool = False,
+        halves: int = 2,
     ) -> None:
+        """`bucket_bytes`: of the buffer; a half of it is a bucket, and grows to the largest tensor where it must."""
         self.gatherer = gatherer_for(source, dtype, names, each_rank=each_rank)
         if not self.gatherer.tensors:
             raise ConfigError("there are no weights to send: the source has no tensors")
@@ -37,9 +39,9 @@ class BucketSource:
         self.manifest = self.gatherer.manifest
         largest = max(entry.nbytes for entry in self.manifest.tensors)
         whole = sum(align(entry.nbytes) for entry in self.manifest.tensors if entry.alias is None)
-        self.half = align(max(min(bucket_bytes, whole), largest, 1))
+        self.half = align(max(min(bucket_bytes // halves, whole), largest, 1))
         """Bytes of one bucket."""
-        self._lay_out(layout(self.manifest, self.half), 2)
+        self._lay_out(layout(self.manifest, self.half), halves)
         self._plans: list[CopyPlan] | None = None
         self._pairs: list[list[Pair]] = []
         self._buffer = torch.empty(0, dtype=torch.uint8)

@@ -24,6 +24,7 @@ from .object_wire import MAX_MESSAGE_BYTES
 MAX_PATH_BYTES = 107
 """sun_path of unix(7), less its end."""
 CHECK_SECONDS = 0.1
+RECONNECT_MILLISECONDS = 5
 FLUSH_SECONDS = 2.0
 """How long the last message may take to be out when a socket is closed."""
 
@@ -42,11 +43,13 @@ class Lockstep:
         self._peers = 0
         self._gone = False
         self._bound = False
+        self._heard = False
         self._turn = self._asks
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.REQ if self._asks else zmq.REP)
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._socket.set(zmq.RECONNECT_IVL, RECONNECT_MILLISECONDS)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -109,7 +112,7 @@ class Lockstep:
             # The message first: a peer may answer and close at once.
             with contextlib.suppress(zmq.Again):
                 frame = self._socket.recv(zmq.NOBLOCK)
-                self._turn = True
+                self._turn = self._heard = True
                 if not self._asks:
                     self._check_owner()
                 return frame
@@ -138,8 +141,11 @@ class Lockstep:
     def _event(self, event: Mapping[str, object]) -> None:
         if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._peers += 1
-        elif self._peers:
+        elif self._heard or (self._asks and self._peers):
             self._gone = True
+        else:
+            # Nothing was said yet: it was the socket of the step before, and ZeroMQ connects to the next one.
+            self._peers = 0
 
     def _check(self, what: str) -> None:
         if self.check is not None:

@@ -22,7 +22,7 @@ class TightSource(BucketSource):
     def __init__(
         self, source: Weights, bucket_bytes: int, dtype: torch.dtype | None = None, names: NameRules = ()
     ) -> None:
-        super().__init__(source, bucket_bytes, dtype, names)
+        super().__init__(source, bucket_bytes, dtype, names, halves=1)
         self.choose([i for i, entry in enumerate(self.manifest.tensors) if entry.alias is None])
 
     def choose(self, indices: Sequence[int]) -> None:
