@@ -56,6 +56,7 @@ why_not() {
   local package
   [ "$(uname -s)" = Linux ] || { echo "pods need Linux"; return; }
   [ "$(id -u)" = 0 ] || { echo "pods need root: sudo make cluster"; return; }
+  unshare --net --mount true 2>/dev/null || { echo "no network and mount namespaces can be made here"; return; }
   ((${#state} <= 60)) || { echo "WEIGHTSYNC_CLUSTER_STATE is too long for Unix sockets: $state"; return; }
   [ ! -e "/run/netns/$name" ] || [ -e "$conf/done" ] || { echo "another WEIGHTSYNC_CLUSTER_STATE has a cluster here"; return; }
   [ -e "$conf/done" ] || [ ! -e /var/lib/kubelet/device-plugins/kubelet.sock ] || { echo "this machine has a kubelet already"; return; }

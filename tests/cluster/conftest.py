@@ -48,7 +48,7 @@ def pod_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PodCluster
     """With the operator installed by the chart."""
     if reason := why_no_pods():
         if must_not_skip():
-            pytest.fail(f"{reason} (CI or WEIGHTSYNC_NO_SKIP is set: nothing is skipped)")
+            pytest.fail(f"{reason} (WEIGHTSYNC_NO_SKIP is set: nothing is skipped)")
         pytest.skip(reason)
     made = PodCluster(tmp_path_factory.mktemp("home"))
     with alone():

@@ -85,7 +85,7 @@ def image(request: pytest.FixtureRequest, built: None) -> str:
 def built() -> None:
     reason = why_not()
     if reason and must_not_skip():
-        pytest.fail(f"{reason} (CI or WEIGHTSYNC_NO_SKIP is set: nothing is skipped)")
+        pytest.fail(f"{reason} (WEIGHTSYNC_NO_SKIP is set: nothing is skipped)")
     if reason:
         pytest.skip(reason)
 
