@@ -45,6 +45,7 @@ test-torch211: ## Run the unit and transfer tests with the oldest torch that is 
 
 test-cluster: $(VENV)/.test ## Run the tests on a real Kubernetes; those with pods need `make cluster cluster-images` before.
 	@PYTHON=$(BIN)/python tests/cluster/build.sh >/dev/null
+	@PYTHON=$(abspath $(BIN)/python) tests/engines/install.sh pods
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/cluster
 
 cluster: ## Bring up a Kubernetes of one node without Docker (root on Debian; built once with Go: 10 minutes, 1 GB).

@@ -1,0 +1,166 @@
+"""A trainer's container and engines of transformers behind a Service, as examples/engines/engines.yaml has them.
+
+The image that examples/engines/Dockerfile makes is the agent's with a folder more. Here that folder is mounted from the
+node, where tests/engines/install.sh puts it; all else is the example's.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kubectl import Tree
+from operator_process import eventually
+from pod_cluster import PodCluster, WeightSyncOnCluster, must_not_skip
+
+pytestmark = pytest.mark.timeout(900)
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "engines"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+PACKAGES = Path(os.environ.get("WEIGHTSYNC_ENGINES") or CACHE / "weightsync" / "engines") / "pods" / "packages"
+
+TRAINER = """
+import os, time
+import torch
+import tiny_model
+from weightsync_agent import JoinTimeout, Sender, StepFailed
+from weightsync_agent.sources.computed import Computed
+
+model = tiny_model.model(seed=1)
+prompt = torch.tensor([[7, 80, 81, 99]])
+
+def last():
+    # The last tensor of a step: when it can't be read, the engines hold the others of the new step already.
+    if os.path.exists("/tmp/break"):
+        raise RuntimeError("the weights can't be read")
+    return model.model.norm.weight
+
+weights = dict(model.state_dict(keep_vars=True))
+weights["model.norm.weight"] = Computed(model.model.norm.weight, last)
+with Sender.from_env(source=weights) as sender:
+    while True:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+        said = model.generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)[0, 4:].tolist()
+        try:
+            print("step", sender.step().step, "says", said, flush=True)
+        except (StepFailed, JoinTimeout, RuntimeError) as failure:
+            print("failed:", str(failure)[:200], flush=True)
+        time.sleep(1)
+"""
+
+ASK = """
+import json, urllib.request
+body = {"prompt": [7, 80, 81, 99], "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+asked = urllib.request.Request("http://completions:8000/v1/completions", json.dumps(body).encode())
+print(urllib.request.urlopen(asked, timeout=60).read().decode())
+"""
+
+
+def documents() -> dict[str, Tree]:
+    """The example's objects by kind, with the agent's image and the folder that the engine's image has besides."""
+    found = {tree["kind"]: tree for tree in yaml.safe_load_all((EXAMPLE / "engines.yaml").read_text())}
+    spec = found["WeightSync"]["spec"]
+    for side in (spec["sender"], spec["receivers"]):
+        pod = json.loads(json.dumps(side["template"]["spec"]))  # a copy: the file's anchors are one object
+        pod["volumes"].append({"name": "packages", "hostPath": {"path": str(PACKAGES)}})
+        (container,) = pod["containers"]
+        del container["image"]
+        container["volumeMounts"].append({"name": "packages", "mountPath": "/opt/packages", "readOnly": True})
+        container["env"] = [
+            {"name": "PYTHONPATH", "value": "/opt/packages"},
+            {"name": "HF_HUB_OFFLINE", "value": "1"},
+            {"name": "OMP_NUM_THREADS", "value": "1"},
+        ]
+        side["template"]["spec"] = pod
+    return found
+
+
+@pytest.fixture(scope="module")
+def engines(pod_cluster: PodCluster) -> Iterator[WeightSyncOnCluster]:
+    if not (PACKAGES / "transformers").is_dir():
+        reason = f"transformers for pods is not in {PACKAGES}: tests/engines/install.sh pods puts it there"
+        pytest.fail(reason) if must_not_skip() else pytest.skip(reason)
+    with pod_cluster.namespace() as namespace:
+        # A folder of the node is nothing that a restricted pod may have.
+        level = "pod-security.kubernetes.io/enforce"
+        pod_cluster.kubectl("label", "namespace", namespace, f"{level}=privileged", "--overwrite")
+        words = ["-n", namespace, "create", "configmap", "programs"]
+        model = (EXAMPLE.parent / "tiny_model.py").read_text()
+        pod_cluster.kubectl(*words, f"--from-literal=trainer.py={TRAINER}", f"--from-literal=tiny_model.py={model}")
+        found = documents()
+        pod_cluster.kubectl("-n", namespace, "apply", "-f", "-", stdin=json.dumps(found["Service"]))
+        ws = pod_cluster.make(namespace, found["WeightSync"])
+        try:
+            ws.wait_ready()
+        except AssertionError:
+            print(pod_cluster.told(namespace))
+            raise
+        yield ws
+
+
+def endpoints(ws: WeightSyncOnCluster) -> set[str]:
+    """Pods that the Service sends requests to."""
+    words = ("get", "endpointslices", "-l", "kubernetes.io/service-name=completions", "-o", "json")
+    slices = json.loads(ws.kubectl(*words))["items"]
+    return {
+        point["targetRef"]["name"]
+        for one in slices
+        for point in one.get("endpoints") or []
+        if point["conditions"].get("ready")
+    }
+
+
+def said(ws: WeightSyncOnCluster) -> dict[int, list[int]]:
+    """What the trainer itself generated, by step."""
+    lines = re.findall(r"^step (\d+) says (\[.*\])$", ws.kubectl("logs", "engines-sender-0"), re.M)
+    return {int(step): ast.literal_eval(tokens) for step, tokens in lines}
+
+
+def ask(ws: WeightSyncOnCluster) -> Any:
+    """One request through the Service, from another pod."""
+    return json.loads(ws.kubectl("exec", "engines-sender-0", "--", "python3", "-c", ASK))
+
+
+def agrees(ws: WeightSyncOnCluster) -> int:
+    """Whose weights an engine's answer is by, which is what the trainer generated with them."""
+    answer = ask(ws)
+    step = int(answer["system_fingerprint"].removeprefix("step-"))
+    eventually(lambda: step in said(ws))  # the engine has a step a moment before the trainer tells of it
+    assert answer["choices"][0]["token_ids"] == said(ws)[step]
+    return step
+
+
+ENGINES = {"engines-receivers-0", "engines-receivers-1"}
+
+
+def test_requests_to_the_service_are_answered_by_the_trainers_weights(engines: WeightSyncOnCluster) -> None:
+    eventually(lambda: endpoints(engines) == ENGINES, 60)
+    seen = set()
+    for _ in range(40):
+        seen.add(agrees(engines))
+        if len(seen) >= 5:
+            break
+    assert len(seen) >= 5, "five updates were to be seen"
+
+
+def test_tainted_engines_leave_the_service_and_come_back_with_the_next_whole_step(engines: WeightSyncOnCluster) -> None:
+    eventually(lambda: endpoints(engines) == ENGINES, 60)
+    engines.kubectl("exec", "engines-sender-0", "--", "touch", "/tmp/break")
+    took = eventually(lambda: endpoints(engines) == set(), 60)
+    print(f"out of the endpoints after {took:.1f} s")
+    states = {agent["pod"]: agent["state"] for agent in engines.status()["agents"]}
+    assert [states[pod] for pod in sorted(ENGINES)] == ["Tainted", "Tainted"]
+    before = engines.step()
+    engines.kubectl("exec", "engines-sender-0", "--", "rm", "/tmp/break")
+    took = eventually(lambda: endpoints(engines) == ENGINES, 60)
+    print(f"back in the endpoints after {took:.1f} s")
+    assert agrees(engines) > before
