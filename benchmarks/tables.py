@@ -3,6 +3,7 @@
     python benchmarks/tables.py [--check]
 
 A document says `<!-- results: FILE.json -->`, a table, `<!-- end of results -->`; what is between is written anew.
+`summary:` instead of `results:` gives a line a model, with the rates alone.
 Exit codes: 0 all is as drawn; 1 with --check, where a table differs from its file.
 """
 
@@ -19,7 +20,7 @@ from weightsync_api.quantity import format_delta
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-PLACE = re.compile(r"(<!-- results: ([\w.-]+\.json) -->\n).*?(<!-- end of results -->)", re.DOTALL)
+PLACE = re.compile(r"(<!-- (results|summary): ([\w.-]+\.json) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 
 
 def table(result: BenchResult) -> str:
@@ -35,6 +36,22 @@ def table(result: BenchResult) -> str:
     notes = [row for row in result.rows if row.note and not row.note.startswith("joined")]
     if notes:
         lines += ["", *(f"- {row.name}: {row.note}." for row in notes)]
+    return "\n".join(lines)
+
+
+def summary(result: BenchResult) -> str:
+    """A line a model: the first row's rate of each who and how, in GB/s."""
+    models = list(dict.fromkeys(row.model for row in result.rows))
+    rates: dict[str, dict[str, float]] = {}
+    for row in result.rows:
+        # Plain copies are told as what they are; of ours, rows with digests or of a soak come later and don't count.
+        who = f"`{row.transport}` in one process" if row.receivers == 0 else f"{row.peer or 'WeightSync'}, {row.mode}"
+        rates.setdefault(who, {}).setdefault(row.model, row.gigabytes_per_second)
+    order = sorted(rates, key=lambda who: (not who.startswith("WeightSync"), "in one process" in who))
+    lines = [f"| GB/s | {' | '.join(models)} |", f"|---|{'---|' * len(models)}"]
+    for who in order:
+        cells = (f"{rates[who][model]:,.0f}" if model in rates[who] else "" for model in models)
+        lines.append(f"| {who} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -56,8 +73,8 @@ def drawn(text: str) -> str:
     """A document with all its tables written anew. Raises FileNotFoundError for results that are not there."""
 
     def replace(found: re.Match[str]) -> str:
-        result = BenchResult.model_validate_json((RESULTS / found[2]).read_text())
-        return f"{found[1]}\n{table(result)}\n\n{found[3]}"
+        result = BenchResult.model_validate_json((RESULTS / found[3]).read_text())
+        return f"{found[1]}\n{(table if found[2] == 'results' else summary)(result)}\n\n{found[4]}"
 
     return PLACE.sub(replace, text)
 
