@@ -5,16 +5,13 @@ something else than is needed, the pod can't work: a Problem with the field's pa
 
 The agents of a pod share one container, because the device plugin shows a container its own GPUs only, and without the
 peer's device node neither CUDA IPC nor NVLink works. With `gpus.claimTemplate` sender and receivers of one pod have a
-container each, and both name one claim. Which container of a template is the agents': the one called `agent`, else
-the first with a command (whose program then drives the library, as in `weightsync run`), else the first. All others
-run beside it.
+container each, and both name one claim.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,15 +24,15 @@ from weightsync_api.agent_config import (
     ENV_POD,
     ENV_RANK_STRIDE,
 )
-from weightsync_api.v1alpha1 import Device, SharedMemory, Transport
 
-from .overlay import OverlayError, clashes, merge, shown
+from .overlay import OverlayError, merge
 from .plan import CONTROL_PORT, HTTP_PORT, AgentSlot, Plan, PodRole, PodSet, Role
 from .platform import Problem
+from .pod_network import host_ipc, nccl_problems, shared_host_memory, sockets
+from .pod_templates import CONTAINER, FieldError, Template, clash_problems, differences, over, taken_apart, unfit
 
 Tree = dict[str, Any]
 
-CONTAINER = "agent"
 CONFIG_DIR = "/etc/weightsync/config"
 CONFIG_FILE = "agent.json"
 VOLUME_SHM, VOLUME_RUN, VOLUME_TMP = "weightsync-shm", "weightsync-run", "weightsync-tmp"
@@ -62,122 +59,33 @@ class Part:
     name: str
 
 
-@dataclass
-class _Template:
-    """One overlay, taken apart."""
-
-    field: str
-    role: Role
-    rest: Tree
-    """Without the agents' container."""
-    container: Tree = dataclasses.field(default_factory=dict)
-    """The agents' container, without name and command."""
-    name: str = ""
-    command: list[str] = dataclasses.field(default_factory=list)
-    path: str = ""
-
-
 def pod_template(plan: Plan, pods: PodSet, image: str) -> tuple[Tree, list[Problem]]:
     """The PodTemplateSpec of a set, and what stands against it. `image`: the agents', where the spec names none."""
     try:
         templates = [
-            _taken_apart(pods.template(role), role)
+            taken_apart(pods.template(role), role)
             for role in (Role.SENDER, Role.RECEIVER)
             if any(slot.role == role for slot in pods.agents)
         ]
-        problems = [problem for template in templates for problem in _unfit(plan, template)]
+        problems = [problem for template in templates for problem in unfit(plan, template)]
         merged = _merged(plan, pods, templates, image, problems)
-    except _FieldError as error:
+    except FieldError as error:
         return {}, [Problem("InvalidTemplate", str(error))]
     return merged, problems
-
-
-class _FieldError(Exception):
-    """A template can't be read; the text names the field."""
-
-
-def _field(role: Role) -> str:
-    return "spec.sender.template" if role == Role.SENDER else "spec.receivers.template"
-
-
-# --- templates ------------------------------------------------------------------------------------------------------
-
-
-def _taken_apart(overlay: Mapping[str, Any], role: Role) -> _Template:
-    where = _field(role)
-    for key in overlay:
-        if key not in ("metadata", "spec", "apiVersion", "kind"):
-            raise _FieldError(f"{where}.{key}: unknown field: a pod template has metadata and spec")
-    spec = overlay.get("spec") or {}
-    containers = (spec.get("containers") if isinstance(spec, Mapping) else None) or []
-    if not isinstance(spec, Mapping) or not isinstance(containers, list):
-        raise _FieldError(f"{where}.spec: must be an object, and its containers a list")
-    for index, entry in enumerate(containers):
-        if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
-            raise _FieldError(f"{where}.spec.containers[{index}]: must be an object with a name")
-    metadata = overlay.get("metadata") or {}
-    if not isinstance(metadata, Mapping):
-        raise _FieldError(f"{where}.metadata: is {shown(metadata)}, where an object belongs")
-    # A pod of a set is named and placed by it.
-    kept = {key: metadata[key] for key in ("labels", "annotations") if key in metadata}
-    rest: Tree = {"metadata": kept, "spec": {k: v for k, v in spec.items() if k != "containers"}}
-    found = _Template(where, role, rest)
-    ours = _agents_container(containers)
-    if ours is not None:
-        chosen = dict(containers[ours])
-        found.path = f"{where}.spec.containers[{ours}]"
-        found.name = chosen.pop("name")
-        command, args = chosen.pop("command", None) or [], chosen.pop("args", None) or []
-        for name, words in (("command", command), ("args", args)):
-            if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-                raise _FieldError(f"{found.path}.{name}: is {shown(words)}, where a list of texts belongs")
-        if args and not command:
-            raise _FieldError(
-                f"{found.path}: args without command: the program that they are for is known to the image alone; "
-                "write command"
-            )
-        found.command = [*command, *args]
-        found.container = chosen
-    rest["spec"]["containers"] = [entry for i, entry in enumerate(containers) if i != ours]
-    return found
-
-
-def _agents_container(containers: list[Mapping[str, Any]]) -> int | None:
-    names = [entry["name"] for entry in containers]
-    if CONTAINER in names:
-        return names.index(CONTAINER)
-    return next((i for i, entry in enumerate(containers) if entry.get("command")), 0 if containers else None)
-
-
-def _unfit(plan: Plan, template: _Template) -> Iterator[Problem]:
-    """What no merge could cure."""
-    spec, where = template.rest["spec"], f"{template.field}.spec"
-    if spec.get("hostPID"):
-        yield Problem(
-            "TemplateClash", f"{where}.hostPID: must not be true: agents watch and end the processes of their own pod"
-        )
-    if spec.get("hostIPC") and not _host_ipc(plan):
-        yield Problem("TemplateClash", f"{where}.hostIPC: write network.sharedMemory: Host instead, which sets it")
-    if template.role == Role.SENDER and plan.config.source and plan.config.source.trainer and not template.command:
-        yield Problem(
-            "NoTrainer",
-            f"{template.path or where + '.containers'}: source trainer: {{}} needs a container with a command: "
-            "the program that drives the sender through the library",
-        )
 
 
 # --- the pod --------------------------------------------------------------------------------------------------------
 
 
-def _merged(plan: Plan, pods: PodSet, templates: list[_Template], image: str, problems: list[Problem]) -> Tree:
-    """Raises _FieldError."""
+def _merged(plan: Plan, pods: PodSet, templates: list[Template], image: str, problems: list[Problem]) -> Tree:
+    """Raises FieldError."""
     needed = _pod_needs(plan, pods)
     merged: Tree = {"metadata": {}, "spec": _pod_defaults(plan, pods)}
     for template in templates:
-        merged = _over(merged, template.rest, template.field)
-        problems += _clashes(needed, template.rest, template.field)
+        merged = over(merged, template.rest, template.field)
+        problems += clash_problems(needed, template.rest, template.field)
     if len(templates) == 2:
-        problems += _differences(templates[0], templates[1], container=False)
+        problems += differences(templates[0], templates[1], container=False)
     merged = merge(merged, needed)
     parts = _parts(plan, pods, templates)
     containers = [_container(plan, pods, part, templates, image, problems) for part in parts]
@@ -188,7 +96,7 @@ def _merged(plan: Plan, pods: PodSet, templates: list[_Template], image: str, pr
     return merged
 
 
-def _parts(plan: Plan, pods: PodSet, templates: list[_Template]) -> list[Part]:
+def _parts(plan: Plan, pods: PodSet, templates: list[Template]) -> list[Part]:
     named = [template.name for template in templates if template.name]
     if pods.role == PodRole.GROUP and plan.gpus.claim_template:
         senders = tuple(slot for slot in pods.agents if slot.role == Role.SENDER)
@@ -198,7 +106,7 @@ def _parts(plan: Plan, pods: PodSet, templates: list[_Template]) -> list[Part]:
 
 
 def _container(
-    plan: Plan, pods: PodSet, part: Part, templates: list[_Template], image: str, problems: list[Problem]
+    plan: Plan, pods: PodSet, part: Part, templates: list[Template], image: str, problems: list[Problem]
 ) -> Tree:
     roles = {slot.role for slot in part.slots}
     mine = [template for template in templates if template.role in roles]
@@ -208,13 +116,13 @@ def _container(
     try:
         merged = merge(merged, {"env": plan.agent.env})
     except OverlayError as error:
-        raise _FieldError(f"spec.agent.{error.path}: {error}") from None
-    problems += _clashes({"env": needed["env"]}, {"env": plan.agent.env}, "spec.agent")
+        raise FieldError(f"spec.agent.{error.path}: {error}") from None
+    problems += clash_problems({"env": needed["env"]}, {"env": plan.agent.env}, "spec.agent")
     for template in mine:
-        merged = _over(merged, template.container, template.path)
-        problems += _clashes(needed, template.container, template.path)
+        merged = over(merged, template.container, template.path)
+        problems += clash_problems(needed, template.container, template.path)
     if len(mine) == 2:
-        problems += _differences(mine[0], mine[1], container=True)
+        problems += differences(mine[0], mine[1], container=True)
     merged = merge(merged, needed)
     # A variable can use those before it: the agent's own come first.
     own = {entry["name"] for entry in needed["env"]}
@@ -223,36 +131,8 @@ def _container(
         problems.append(
             Problem("NoImage", "spec.agent.image: name an image with the agent: the operator was installed without one")
         )
-    problems += _nccl_problems(merged, plan)
+    problems += nccl_problems(merged, plan)
     return {"name": part.name, **merged}
-
-
-def _over(base: Tree, overlay: Mapping[str, Any], where: str) -> Tree:
-    try:
-        merged: Tree = merge(base, overlay)
-    except OverlayError as error:
-        raise _FieldError(f"{where}.{error.path}: {error}") from None
-    return merged
-
-
-def _clashes(needed: Mapping[str, Any], overlay: Mapping[str, Any], where: str) -> Iterator[Problem]:
-    for path, theirs, ours in clashes(needed, overlay):
-        yield Problem("TemplateClash", f"{where}.{path}: is {shown(theirs)}, but the agent needs {shown(ours)}")
-
-
-def _differences(sender: _Template, receivers: _Template, container: bool) -> Iterator[Problem]:
-    """Sender and receivers of one pod, and of one container, can't have two values of one field."""
-    ours, theirs = (sender.container, receivers.container) if container else (sender.rest, receivers.rest)
-    mine, other = (receivers.path, sender.path) if container else (receivers.field, sender.field)
-    what, cure = "pod", ""
-    if container:
-        what, cure = "container", ": make them equal, or write gpus.claimTemplate for a container each"
-    for path, value, wanted in clashes(ours, theirs):
-        yield Problem(
-            "TemplateClash",
-            f"{mine}.{path}: is {shown(value)}, but {other} has {shown(wanted)}, "
-            f"and sender and receivers share one {what}{cure}",
-        )
 
 
 # --- what is usual --------------------------------------------------------------------------------------------------
@@ -263,7 +143,7 @@ def _pod_defaults(plan: Plan, pods: PodSet) -> Tree:
         {"name": VOLUME_RUN, "emptyDir": {"sizeLimit": "64Mi"}},
         {"name": VOLUME_TMP, "emptyDir": {}},
     ]
-    if not _host_ipc(plan):
+    if not host_ipc(plan):
         size = SHM_BYTES + max(0, len(pods.agents) - 4) * (256 << 20)
         volumes.insert(0, {"name": VOLUME_SHM, "emptyDir": {"medium": "Memory", "sizeLimit": _mebibytes(size)}})
     return {
@@ -288,7 +168,7 @@ def _container_defaults(plan: Plan, part: Part, image: str, own: bool) -> Tree:
             "capabilities": {"drop": ["ALL"]},
             "readOnlyRootFilesystem": own,
         },
-        "env": [*_sockets(plan), *([{"name": "HOME", "value": "/tmp"}] if own else [])],
+        "env": [*sockets(plan), *([{"name": "HOME", "value": "/tmp"}] if own else [])],
         "volumeMounts": [{"name": VOLUME_TMP, "mountPath": "/tmp"}],
         # So that a crash's last lines are in the pod's status, and so in the condition.
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -322,7 +202,7 @@ def _pod_needs(plan: Plan, pods: PodSet) -> Tree:
         items = [{"key": name, "path": name} for name in files]
         secret = {"secretName": keys_name(plan), "defaultMode": 0o444, "items": items}
         spec["volumes"].append({"name": VOLUME_KEYS, "secret": secret})
-    if _host_ipc(plan):
+    if host_ipc(plan):
         spec["hostIPC"] = True
     if pods.gpus_per_pod and plan.gpus.claim_template:
         spec["resourceClaims"] = [{"name": CLAIM, "resourceClaimTemplateName": plan.gpus.claim_template}]
@@ -346,7 +226,7 @@ def _container_needs(plan: Plan, pods: PodSet, part: Part, commands: Mapping[str
         {"name": VOLUME_RUN, "mountPath": plan.config.runtime_dir},
         {"name": VOLUME_CONFIG, "mountPath": CONFIG_DIR, "readOnly": True},
     ]
-    if not _host_ipc(plan):
+    if not host_ipc(plan):
         mounts.append({"name": VOLUME_SHM, "mountPath": "/dev/shm"})
     if plan.config.curve_dir:
         mounts.append({"name": VOLUME_KEYS, "mountPath": plan.config.curve_dir, "readOnly": True})
@@ -381,48 +261,7 @@ def _environment(plan: Plan, pods: PodSet, part: Part, commands: Mapping[str, li
         # The kubelet would expand $(NAME) before the launcher knows the agent's own variables.
         text = json.dumps(commands, ensure_ascii=False).replace("$", "$$")
         env.append({"name": ENV_COMMANDS, "value": text})
-    return env + _shared_host_memory(plan)
-
-
-def _over_network(plan: Plan) -> bool:
-    """NCCL between pods: within one it finds NVLink by itself."""
-    return plan.device == Device.CUDA and plan.transport == Transport.NCCL and bool(plan.config.curve_dir)
-
-
-def _host_ipc(plan: Plan) -> bool:
-    return _over_network(plan) and plan.network.shared_memory == SharedMemory.HOST
-
-
-def _shared_host_memory(plan: Plan) -> list[Tree]:
-    """What NCCL needs to use the host's memory between pods of one node.
-
-    Pods see their own GPUs only, so NCCL can't map one into the other. An equal NCCL_HOSTID makes it try, and fail at
-    the first collective, unless P2P is off. Measured on one node with H200 GPUs: 49 GB/s, against 14 GB/s over sockets.
-    """
-    if not _host_ipc(plan):
-        return []
-    return [
-        {"name": "NCCL_HOSTID", "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "spec.nodeName"}}},
-        {"name": "NCCL_P2P_DISABLE", "value": "1"},
-        {"name": "NCCL_CUMEM_HOST_ENABLE", "value": "0"},
-    ]
-
-
-def _sockets(plan: Plan) -> list[Tree]:
-    """More connections than NCCL's default: 14 instead of 4 GB/s between pods of one node."""
-    if not _over_network(plan) or _host_ipc(plan):
-        return []
-    return [{"name": "NCCL_SOCKET_NTHREADS", "value": "4"}, {"name": "NCCL_NSOCKS_PERTHREAD", "value": "4"}]
-
-
-def _nccl_problems(container: Tree, plan: Plan) -> Iterator[Problem]:
-    env = {entry["name"]: entry for entry in container.get("env") or []}
-    if _over_network(plan) and "NCCL_HOSTID" in env and env.get("NCCL_P2P_DISABLE", {}).get("value") != "1":
-        yield Problem(
-            "TemplateClash",
-            "NCCL_HOSTID is set without NCCL_P2P_DISABLE=1: pods see their own GPUs only, and NCCL fails at the first "
-            "collective; leave it and write network.sharedMemory: Host",
-        )
+    return env + shared_host_memory(plan)
 
 
 def config_name(plan: Plan) -> str:

@@ -81,7 +81,7 @@ class ControlPlane(Kubectl):
                 stderr=log,
                 cwd=self.dir,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=end_with_parent,
                 env={**os.environ, "GOMAXPROCS": "2"},
             )
 
@@ -202,7 +202,7 @@ class ControlPlane(Kubectl):
         return (self.dir / f"{name}.log").read_text(errors="replace")[-2000:]
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """A killed test run leaves no servers (prctl(2): PR_SET_PDEATHSIG)."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 

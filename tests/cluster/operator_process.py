@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from control_plane import ControlPlane, Tree
+from control_plane import ControlPlane, Tree, end_with_parent
 from weightsync_agent.http import AgentServer
 from weightsync_api.reports import AgentReport, AgentState, MemorySample, ReceiverStep, Report, StepReport
 from weightsync_operator.plan import HTTP_PORT
@@ -59,6 +59,7 @@ class OperatorProcess:
             [*command, *arguments],
             env={**os.environ, "KUBECONFIG": str(cluster.operator_kubeconfig)},
             stderr=self._log,
+            preexec_fn=end_with_parent,
         )
 
     def __enter__(self) -> Self:

@@ -20,8 +20,8 @@ JUDGES = {"true", "false", "unknown", "Problem"}
 
 def given() -> set[str]:
     """The first text of every verdict and problem; of `f"Receiver{state}"` one for each state."""
-    found = set(reasons(OPERATOR / "conditions.py")) | set(reasons(OPERATOR / "pods.py"))
-    found |= set(reasons(OPERATOR / "cluster.py"))
+    files = ("conditions.py", "pods.py", "pod_templates.py", "pod_network.py", "cluster.py")
+    found = {reason for name in files for reason in reasons(OPERATOR / name)}
     found.remove("Receiver")
     return found | {f"Receiver{state.value}" for state in AgentState if state != AgentState.SYNCED}
 
