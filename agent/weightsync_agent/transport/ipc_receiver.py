@@ -23,37 +23,32 @@ from ..cuda.importer import TorchImport
 from ..cuda.streams import COPY, named_stream
 from ..deadline import Deadline
 from ..errors import Closed, StepTimeout, TransportError
-from ..host_memory import ControlPage, HostMemory
+from ..host_memory import HostMemory
 from ..manifest import Manifest, Piece, layout
 from ..protocol import Joined, Offer, Region, Welcome
 from ..targets import Target
-from .base import ReceiveChannel, ReceiverTransport
+from .base import ReceiveChannel
+from .control import Control, MappedReceiver
 from .descriptors import fetch_descriptors
 from .ipc_sender import (
     DRAINED_WORD,
     FILLED_WORD,
-    FIRST_EXPORT_WORD,
     QUEUED_BUCKETS,
     SENT_WORD,
-    STEP_WORD,
     TAKEN_WORD,
 )
-from .mailbox import CONTROL_BYTES, FROM_RECEIVER, FROM_SENDER, Mailbox
 from .staging import Loader
 from .stand_ins import StandIns
 from .waiting import Waiter
 
 
-class IpcReceiver(ReceiverTransport):
+class IpcReceiver(MappedReceiver):
     def __init__(
         self, welcome: Welcome, manifest: Manifest, target: Target, config: AgentConfig, device: torch.device
     ) -> None:
         super().__init__(welcome, manifest, target)
         self._device = device
         self._stream = named_stream(device, COPY)
-        self._control: HostMemory | None = None
-        self._page: ControlPage | None = None
-        self._mailbox: Mailbox | None = None
         self._flags: FlagPage | None = None
         self._data: list[DeviceArena] = []
         self._released: list[bool] = []
@@ -85,10 +80,6 @@ class IpcReceiver(ReceiverTransport):
         finally:
             for descriptor, _ in pending:
                 HostMemory.map(descriptor, 1).close()
-        assert self._control is not None
-        self._page = ControlPage(self._control)
-        if self._control.nbytes >= CONTROL_BYTES:
-            self._mailbox = Mailbox(self._control, FROM_RECEIVER, FROM_SENDER)
         if offer.handles:
             result = self._open_handles(offer)
         else:
@@ -114,7 +105,7 @@ class IpcReceiver(ReceiverTransport):
         elif region.role == "flags":
             self._flags = FlagPage.map(descriptor, region.nbytes)
         else:
-            self._control = HostMemory.map(descriptor, region.nbytes)
+            self._control = Control.mapped(HostMemory.map(descriptor, region.nbytes))
 
     def _self_test(self) -> str:
         """Reads the sender's pattern, and releases its memory at once: the counter that proves it is 0 then."""
@@ -192,20 +183,10 @@ class IpcReceiver(ReceiverTransport):
     def mark(self) -> None:
         self._stream.mark()
 
-    def lay(self, frame: bytes) -> None:
-        if self._mailbox is not None:
-            self._mailbox.lay(frame)
-
-    def find(self) -> bytes | None:
-        return self._mailbox.find() if self._mailbox is not None else None
-
-    def taken(self) -> bool:
-        return self._mailbox is not None and self._mailbox.taken()
-
     # --- a step -------------------------------------------------------------------------------------------------
 
     def receive(self, channel: ReceiveChannel) -> None:
-        assert self._page is not None
+        assert self._control is not None
         # What the engine still has queued reads the old weights; it is let finish.
         self._stream.follow_mark()
         if self._loader is not None:
@@ -218,9 +199,7 @@ class IpcReceiver(ReceiverTransport):
             self._stream.synchronize()
         else:
             self._queue(channel)
-        if self._page[STEP_WORD] != channel.step & 0xFFFFFFFF:
-            # The sender gave the step up and may have changed its weights while they were copied.
-            raise Closed(f"step {channel.step} was broken off by the sender while its bytes were copied")
+        self._control.check_open(channel.step)
 
     def _queue(self, channel: ReceiveChannel) -> None:
         """The step on the stream, each bucket as soon as the sender has queued it; flags order the two streams."""
@@ -319,14 +298,11 @@ class IpcReceiver(ReceiverTransport):
             return
         self._released[region] = True
         self._data[region].close()
-        assert self._page is not None
-        word = self._next_word
-        self._next_word += 1
-        if self._page[word] != 1:
-            raise TransportError(f"the region of word {word} is counted {self._page[word]} times, not once")
-        self._page[word] = 0
+        assert self._control is not None
+        counted, self._next_release = self._next_release, self._next_release + 1
+        self._control.release(counted)
 
-    _next_word = FIRST_EXPORT_WORD
+    _next_release = 0
     """Regions are released in the offer's order, so that each is counted by a word of its own."""
 
     def close(self) -> None:
@@ -334,7 +310,7 @@ class IpcReceiver(ReceiverTransport):
         if self._flags is not None:
             self._flags.close()
             self._flags = None
-        if self._page is not None:
+        if self._control is not None:
             for region in range(len(self._data)):
                 self._release(region)
         else:
@@ -344,7 +320,6 @@ class IpcReceiver(ReceiverTransport):
         for opened in self._imports:
             opened.close()
         self._imports = []
-        self._page = self._mailbox = None
         if self._control is not None:
             self._control.close()
             self._control = None

@@ -27,23 +27,18 @@ from ..cuda.flags import LARGEST, RELEASED, FlagPage
 from ..cuda.streams import COPY, named_stream
 from ..deadline import Deadline
 from ..errors import ConfigError, FallBack, Refused, SelfTestFailed, StepTimeout, TransportError
-from ..host_memory import ControlPage, HostMemory
 from ..identity import local_identity
 from ..manifest import Piece, align, layout
 from ..protocol import Identity, Joined, Offer, Region
-from .base import SendChannel, SenderTransport, SendPlan
+from .base import SendChannel, SendPlan
+from .control import Control, MappedSender, Shared
 from .descriptors import DescriptorServer
-from .mailbox import CONTROL_BYTES, FROM_RECEIVER, FROM_SENDER, Mailbox
 from .stand_ins import StandIns
 from .waiting import Waiter
 
 SELF_TEST_BYTES = 1 << 20
 STRANDED_LIMIT = 1 << 30
 """Bytes that receivers which died may leave behind before no more is exported to new ones."""
-
-STEP_WORD = 0
-FIRST_EXPORT_WORD = 1
-"""The control page's words, as in shared_memory.py."""
 
 FILLED_WORD, DRAINED_WORD, SENT_WORD, TAKEN_WORD = 0, 16, 32, 48
 """The flag page's words, each a count of buckets that goes on from step to step: filled by the sender's stream, drained
@@ -56,13 +51,10 @@ host that is blocked while its stream waits for a flag answers nobody."""
 
 
 @dataclass
-class _Export:
+class _Export(Shared):
     """What one receiver was given."""
 
-    control: HostMemory
-    page: ControlPage
-    expected: str
-    mailbox: Mailbox
+    expected: str = ""
     token: str = ""
     descriptors: list[int] = field(default_factory=list)
     """Ours to close, once the receiver has its own."""
@@ -79,14 +71,13 @@ class _Export:
         self.descriptors = []
 
 
-class IpcSender(SenderTransport):
+class IpcSender(MappedSender[_Export]):
     kind = "IPC"
     commits = False
 
     def __init__(self, plan: SendPlan) -> None:
         super().__init__(plan)
         self._server = DescriptorServer(plan.runtime_dir)
-        self._exports: dict[int, _Export] = {}
         self._stream = named_stream(plan.device, COPY)
         self._slots: list[DeviceArena] = []
         self._plans: list[DeviceCopyPlan] = []
@@ -151,13 +142,7 @@ class IpcSender(SenderTransport):
         own = local_identity(0, self.plan.device)
         if identity.node and own.node and identity.gpu == "":
             raise Refused(f"rank {identity.rank} has no GPU, and the weights are on GPU {own.gpu}")
-        export = _Export(
-            control := HostMemory.create(CONTROL_BYTES, "weightsync-control"),
-            ControlPage(control),
-            "",
-            Mailbox(control, FROM_SENDER, FROM_RECEIVER),
-        )
-        self._exports[identity.rank] = export
+        export = self._exports[identity.rank] = _Export(Control.create())
         try:
             if self.plan.mode == "Direct" and self.plan.arena is None:
                 return self._offer_handles(export, identity, own)
@@ -179,16 +164,15 @@ class IpcSender(SenderTransport):
             data, role = self._slots, "slot"
             export.flags = FlagPage.create()
             export.flags.attach(device)
-        regions = [("memfd", "control", export.control.nbytes), ("driver", "self-test", SELF_TEST_BYTES)]
-        export.descriptors = [os.dup(export.control.fd), export.self_test.export_fd()]
+        regions = [("memfd", "control", export.control.memory.nbytes), ("driver", "self-test", SELF_TEST_BYTES)]
+        export.descriptors = [os.dup(export.control.memory.fd), export.self_test.export_fd()]
         for memory in data:
             regions.append(("driver", role, memory.nbytes))
             export.descriptors.append(memory.export_fd())
         if export.flags is not None:
             regions.append(("memfd", "flags", export.flags.memory.nbytes))
             export.descriptors.append(os.dup(export.flags.fd))
-        for word in range(FIRST_EXPORT_WORD, FIRST_EXPORT_WORD + 1 + len(data)):
-            export.page[word] = 1
+        export.control.export(1 + len(data))
         export.token = self._server.lay_out(export.descriptors)
         return Offer(
             socket=self._server.path,
@@ -214,12 +198,12 @@ class IpcSender(SenderTransport):
         except ConfigError as problem:
             raise FallBack(str(problem)) from None
         export.expected = self._write_pattern(export.self_test_tensor)
-        export.descriptors = [os.dup(export.control.fd)]
+        export.descriptors = [os.dup(export.control.memory.fd)]
         export.token = self._server.lay_out(export.descriptors)
         return Offer(
             socket=self._server.path,
             token=export.token,
-            regions=(Region(kind="memfd", role="control", nbytes=export.control.nbytes),),
+            regions=(Region(kind="memfd", role="control", nbytes=export.control.memory.nbytes),),
             handles=(*handles, export.self_test_export.handle),
             placements=placements,
         )
@@ -246,7 +230,7 @@ class IpcSender(SenderTransport):
                 )
             export.self_test_export.retire()
             export.self_test_export = export.self_test_tensor = None
-        elif export.page[FIRST_EXPORT_WORD] != 0:
+        elif export.control.exported(0):
             raise SelfTestFailed(f"rank {rank} did not release the self-test's memory: its counter is not 0")
         elif export.self_test is not None:
             export.self_test.close()
@@ -262,7 +246,7 @@ class IpcSender(SenderTransport):
         if export.ledger is not None:
             return export.ledger.unreleased
         count = 1 if self.plan.mode == "Direct" else len(self._slots)
-        return sum(export.page[FIRST_EXPORT_WORD + 1 + region] for region in range(count))
+        return sum(export.control.exported(1 + region) for region in range(count))
 
     def fall_back(self, reason: str) -> None:
         for rank in list(self._exports):
@@ -295,26 +279,6 @@ class IpcSender(SenderTransport):
         if self._digest is None:
             self._digest = DeviceDigest.of_tensors(self._stand_ins.tensors, self.plan.device)
         return self._digest.bytes()
-
-    def lay(self, rank: int, frame: bytes) -> None:
-        if (export := self._exports.get(rank)) is not None:
-            export.mailbox.lay(frame)
-
-    def find(self, rank: int) -> bytes | None:
-        export = self._exports.get(rank)
-        return export.mailbox.find() if export is not None else None
-
-    def took(self, rank: int) -> None:
-        if (export := self._exports.get(rank)) is not None:
-            export.mailbox.took()
-
-    def open_step(self, step: int) -> None:
-        for export in self._exports.values():
-            export.page[STEP_WORD] = step & 0xFFFFFFFF
-
-    def close_step(self) -> None:
-        for export in self._exports.values():
-            export.page[STEP_WORD] = 0
 
     def send(self, channel: SendChannel) -> None:
         base, count, slots = self.flag_base, len(self._layout.buckets), len(self._slots)
@@ -444,7 +408,7 @@ class IpcSender(SenderTransport):
         if export.token:
             self._server.withdraw(export.token)
         export.close_descriptors()
-        export.page[STEP_WORD] = 0
+        export.control.close_step()
         if export.flags is not None:
             export.flags.store(DRAINED_WORD, RELEASED)
             export.flags.close()
