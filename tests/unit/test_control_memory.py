@@ -1,0 +1,68 @@
+"""The control memory between a sender and one receiver."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from weightsync_agent.errors import Closed, TransportError
+from weightsync_agent.host_memory import HostMemory
+from weightsync_agent.transport.control import Control
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Control, Control]]:
+    """The sender's and the receiver's, over two mappings of the same memory."""
+    sender = Control.create()
+    receiver = Control.mapped(HostMemory.map(os.dup(sender.memory.fd), sender.memory.nbytes))
+    yield sender, receiver
+    receiver.close()
+    sender.close()
+
+
+def test_each_region_is_released_exactly_once(ends: tuple[Control, Control]) -> None:
+    sender, receiver = ends
+    sender.export(3)
+    receiver.release(1)
+    assert [sender.exported(region) for region in range(4)] == [1, 0, 1, 0]
+    for region in (1, 3):
+        with pytest.raises(TransportError, match=f"region {region} of the sender's offer is counted 0 times"):
+            receiver.release(region)
+
+
+@pytest.mark.parametrize("step", [1, 2**32 - 1, 2**32 + 5, 2**53])
+def test_a_step_that_was_given_up_or_is_another_is_not_whole(step: int, ends: tuple[Control, Control]) -> None:
+    sender, receiver = ends
+    sender.open_step(step)
+    receiver.check_open(step)
+    for change in (sender.close_step, lambda: sender.open_step(step + 1)):
+        change()
+        with pytest.raises(Closed, match=f"step {step} was broken off"):
+            receiver.check_open(step)
+
+
+def test_a_message_is_found_once_by_the_other_end_alone(ends: tuple[Control, Control]) -> None:
+    for one, other in (ends, ends[::-1]):
+        one.lay(b"first")
+        one.lay(b"second")
+        assert one.find() is None
+        assert other.find() == b"second"
+        assert other.find() is None
+        assert not one.taken()
+        other.took()
+        assert one.taken()
+        one.lay(b"third")
+        assert not one.taken()
+
+
+def test_memory_of_a_sender_without_boxes_serves_for_words_alone() -> None:
+    with HostMemory.create(4096, "weightsync-test") as memory:
+        sender = Control(memory, 1, 2)
+        receiver = Control.mapped(HostMemory.map(os.dup(memory.fd), memory.nbytes))
+        sender.lay(b"nowhere")
+        assert receiver.find() is None
+        assert not sender.taken()
+        sender.open_step(4)
+        receiver.check_open(4)
+        receiver.close()
