@@ -1,18 +1,20 @@
 """Where a vLLM worker's weights go: straight into its parameters by a learned plan, or layer by layer through its
 loaders.
 
-`bind` decides, and refuses what does not fit. The first step by a plan is followed by a proof: the engine reloads the
+`bind` decides, and refuses what does not fit. By a plan there are two ways. Where every tensor has a place of its own,
+the transport writes it there. Where a worker has only a part of some (tensor parallelism), the transport hands tensors
+over and this copies the parts. The first step by a plan is followed by a proof: the engine reloads the
 same weights layer by layer through its own loaders, and every parameter must hold the same bytes at the same address.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 
 import torch
 
-from ..copy_plan import byte_view, is_plain
+from ..copy_plan import is_plain
 from ..digest import tensor_digests
 from ..errors import ManifestMismatch, VerifyFailed
 from ..manifest import Manifest, TensorEntry, summarize
@@ -23,17 +25,20 @@ from .vllm_model import VllmModel
 log = logging.getLogger("weightsync.vllm")
 
 MAX_SHOWN = 5
-POISON = 0xA5
+POISON = -7.0
+"""Exact in every floating dtype."""
 
 
 class VllmTarget(Target):
-    """One worker's model as a receiver's target. `in_place` is known once it is bound."""
+    """One worker's model as a receiver's target. `in_place` and `planned` are known once it is bound."""
 
     def __init__(self, model: VllmModel, device: torch.device, *, layerwise: bool = False) -> None:
         """`layerwise`: goes through the loaders even where a plan is possible."""
         self.model = model
         self.device = device
         self.in_place = False
+        self.planned = False
+        """Weights go by the plan, whole or in parts."""
         self.proven = False
         """The plan's first step and the engine's own reload gave the same bytes."""
         self.reason = "it was asked for" if layerwise else ""
@@ -42,6 +47,8 @@ class VllmTarget(Target):
         self._plan: LearnedPlan | None = None
         self._manifest: Manifest | None = None
         self._destinations: list[torch.Tensor] = []
+        self._parts: dict[str, list[tuple[Placement, torch.Tensor]]] = {}
+        """By the tensor's name: its parts and their places in this worker's parameters."""
         self._fills: list[tuple[torch.Tensor, float]] = []
         self._left: set[str] = set()
 
@@ -57,37 +64,37 @@ class VllmTarget(Target):
         self._manifest, self._plan = manifest, plan
         self.proven, self._left = False, set()
         if not self._layerwise:
-            self.reason = self._obstacle(plan, manifest)
-        self.in_place = not self.reason
+            self.reason = _obstacles(plan)
+        self.planned = not self.reason
+        self.in_place = self.planned and self._place(plan, manifest)
         if self.in_place:
             log.info("%d tensors go straight into the engine's parameters", len(manifest.tensors))
+        elif self.planned:
+            log.info("%d parts of tensors go straight into this worker's parameters", len(plan.placements))
         else:
             log.warning("weights go through the engine's loaders, layer by layer: %s", self.reason)
 
-    def _obstacle(self, plan: LearnedPlan, manifest: Manifest) -> str:
-        if plan.obstacles:
-            shown = [f"{name}: {why}" for name, why in list(plan.obstacles.items())[:MAX_SHOWN]]
-            more = len(plan.obstacles) - len(shown)
-            return "; ".join(shown) + (f"; and {more} more layers" if more else "")
+    def _place(self, plan: LearnedPlan, manifest: Manifest) -> bool:
+        """Finds the plan's places in the engine's memory. Gives whether every tensor has one for the whole of it."""
         live = self.model.tensors()
         placed = plan.by_source()
-        destinations: list[torch.Tensor] = []
-        for index, entry in enumerate(manifest.tensors):
-            parts = placed.get(entry.name) or placed.get(_tied_name(manifest, index, placed))
-            if not entry.nbytes:
-                destinations.append(torch.empty(entry.shape, dtype=entry.torch_dtype, device=self.device))
-                continue
-            whole = _whole(entry, parts or [], live)
-            if whole is None:
-                return f"{entry.name}: {len(parts or [])} pieces of it, not the whole, belong to this worker"
-            destinations.append(whole)
-        self._destinations = destinations
         self._fills = [(fill.view(live[fill.destination]), fill.value) for fill in plan.fills]
-        return ""
+        self._parts = {name: [(part, part.view(live[part.destination])) for part in p] for name, p in placed.items()}
+        self._destinations = []
+        for index, entry in enumerate(manifest.tensors):
+            parts = self._parts.get(entry.name) or self._parts.get(_tied_name(manifest, index, placed), [])
+            if entry.nbytes:
+                whole = _whole(entry, parts)
+                if whole is None:
+                    return False
+                self._destinations.append(whole)
+            else:
+                self._destinations.append(torch.empty(entry.shape, dtype=entry.torch_dtype, device=self.device))
+        return True
 
     def refuse(self, reason: str) -> None:
         """The plan is not to be used again."""
-        self._layerwise, self.reason, self.in_place = True, reason, False
+        self._layerwise, self.reason, self.in_place, self.planned = True, reason, False, False
         self._manifest = self._plan = None
 
     def destinations(self) -> Sequence[torch.Tensor]:
@@ -97,13 +104,19 @@ class VllmTarget(Target):
 
     def pad(self) -> None:
         """Padding that the loaders set to a constant: a sleeping engine loses it with the rest of its memory."""
-        if self.in_place:
+        if self.planned:
             for view, value in self._fills:
                 view.fill_(value)
 
     def load(self, named: list[tuple[str, torch.Tensor]]) -> None:
-        """A bucket's tensors. vLLM keeps them until their layer is complete, so it gets copies."""
+        """A bucket's tensors: the worker's parts of them by the plan, or all of them through the loaders.
+
+        Those keep a layer's tensors until it is complete, so they get copies.
+        """
         assert self._manifest is not None
+        if self.planned:
+            self._copy_parts(named)
+            return
         if not self._left:
             self._left = {entry.name for entry in self._manifest.tensors}
         copies: dict[int, torch.Tensor] = {}
@@ -115,6 +128,17 @@ class VllmTarget(Target):
         if not self._left:
             # Before the step is acknowledged: whoever hears of it may count on the whole.
             self.model.finish()
+
+    def _copy_parts(self, named: list[tuple[str, torch.Tensor]]) -> None:
+        places: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for name, tensor in named:
+            for part, view in self._parts.get(name, ()):
+                places.append(view)
+                sources.append(part.of(tensor))
+        if places:
+            with torch.no_grad():
+                torch._foreach_copy_(places, sources)
 
     def abandon(self) -> None:
         """The step broke off."""
@@ -140,8 +164,8 @@ class VllmTarget(Target):
         found = digests([after[name] for name in before])
         differing = [n for i, n in enumerate(before) if found[8 * i : 8 * i + 8] != expected[8 * i : 8 * i + 8]]
         moved = [name for name, address in addresses.items() if after[name].data_ptr() != address]
-        unwritten = [view for view in self._destinations if view.numel() and _is_poison(view)]
-        if unwritten:
+        places = [view for parts in self._parts.values() for _, view in parts]
+        if any(_is_poison(view) for view in places):
             raise VerifyFailed("the engine's own reload left parameters unwritten: its weights are not whole")
         self.proven = not differing and not moved
         if self.proven:
@@ -156,29 +180,41 @@ class VllmTarget(Target):
         """The checkpoint's tensors, read back out of the parameters; each place is overwritten once it is read.
 
         So a reload that writes nothing can't pass for one that wrote the same bytes. A layer is written only once its
-        last tensor was handed out, so nothing that a loader wrote is overwritten here.
+        last tensor was handed out, so nothing that a loader wrote is overwritten here. Of what other workers have a
+        part is zero; this one's loaders don't read it.
         """
         assert self._manifest is not None
         kept: dict[int, torch.Tensor] = {}
-        firsts = {entry.alias for entry in self._manifest.tensors if entry.alias is not None}
-        for index, (entry, view) in enumerate(zip(self._manifest.tensors, self._destinations, strict=True)):
+        tied = {entry.alias for entry in self._manifest.tensors if entry.alias is not None}
+        for index, entry in enumerate(self._manifest.tensors):
             if entry.alias is not None:
                 yield entry.name, kept[entry.alias]
                 continue
-            copy = view.clone(memory_format=torch.contiguous_format)
-            if index in firsts:
-                kept[index] = copy
-            if view.numel():
-                byte_view(view).fill_(POISON)
-            yield entry.name, copy
+            parts = self._parts.get(entry.name)
+            if parts is None:
+                parts = self._parts.get(_tied_name(self._manifest, index, self._parts), [])
+            made = torch.zeros(entry.shape, dtype=entry.torch_dtype, device=self.device)
+            for part, view in parts:
+                part.of(made).copy_(view)
+            for _, view in parts:
+                view.fill_(POISON)
+            if index in tied:
+                kept[index] = made
+            yield entry.name, made
 
 
 def _is_poison(view: torch.Tensor) -> bool:
-    head = byte_view(view)[:4096]
-    return bool((head == POISON).all())
+    head = view.reshape(-1)[:1024] if view.is_contiguous() else view[(0,) * (view.dim() - 1)][:1024]
+    return bool(head.numel()) and bool((head == torch.full((), POISON).to(head)).all())
 
 
-def _tied_name(manifest: Manifest, index: int, placed: dict[str, list[Placement]]) -> str:
+def _obstacles(plan: LearnedPlan) -> str:
+    shown = [f"{name}: {why}" for name, why in list(plan.obstacles.items())[:MAX_SHOWN]]
+    more = len(plan.obstacles) - len(shown)
+    return "; ".join(shown) + (f"; and {more} more layers" if more else "")
+
+
+def _tied_name(manifest: Manifest, index: int, placed: Container[str]) -> str:
     """The name of the same tie under which the engine took the tensor."""
     entry = manifest.tensors[index]
     first = entry.alias if entry.alias is not None else index
@@ -188,14 +224,12 @@ def _tied_name(manifest: Manifest, index: int, placed: dict[str, list[Placement]
     return ""
 
 
-def _whole(entry: TensorEntry, parts: list[Placement], live: dict[str, torch.Tensor]) -> torch.Tensor | None:
+def _whole(entry: TensorEntry, parts: list[tuple[Placement, torch.Tensor]]) -> torch.Tensor | None:
     """The one plain view of the engine's memory that takes all of a tensor, in its shape; None: there is none."""
     if len(parts) != 1:
         return None
-    part = parts[0]
-    view = part.view(live[part.destination])
-    meta = torch.empty(entry.shape, device="meta")
-    if part.numel != meta.numel() or part.source_offset or not is_plain(view):
+    part, view = parts[0]
+    if part.numel != torch.Size(entry.shape).numel() or part.source_offset or not is_plain(view):
         return None
     source = torch.empty(entry.shape, device="meta").as_strided(part.shape, part.source_strides)
     return view.view(entry.shape) if source.is_contiguous() else None

@@ -63,7 +63,7 @@ class WorkerReport(BaseModel):
     message: str = ""
     step: int = 0
     whole: bool = Field(default=True, description="False: its weights are mixed; nothing may be generated from them.")
-    in_place: bool = False
+    in_place: bool = Field(default=False, description="Weights go straight into the parameters, by the plan.")
     proven: bool = False
     reason: str = Field(default="", description="Why weights go through the engine's loaders; empty: they don't.")
     seconds: float = Field(default=0.0, description="What the step took in this worker, proof included.")
@@ -154,7 +154,7 @@ class WorkerSync:
             raise self._failure(receiver, request.timeout)
         target.pad()
         self._mixed = True
-        if target.in_place and not target.proven:
+        if target.planned and not target.proven:
             self._prove(target)
         self._mixed = False
         self._seconds = time.perf_counter() - began
@@ -229,7 +229,7 @@ class WorkerSync:
             message=state.message,
             step=state.step,
             whole=not self._mixed,
-            in_place=target.in_place,
+            in_place=target.planned,
             proven=target.proven,
             reason=target.reason,
             seconds=self._seconds,
