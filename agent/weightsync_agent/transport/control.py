@@ -45,14 +45,14 @@ class Control:
     # --- steps --------------------------------------------------------------------------------------------------
 
     def open_step(self, step: int) -> None:
-        self._page[STEP_WORD] = step & 0xFFFFFFFF
+        self._page[STEP_WORD] = _word_of(step)
 
     def close_step(self) -> None:
         self._page[STEP_WORD] = 0
 
     def check_open(self, step: int) -> None:
         """To be called after the copy. Raises Closed where its bytes may be torn."""
-        if self._page[STEP_WORD] != step & 0xFFFFFFFF:
+        if self._page[STEP_WORD] != _word_of(step):
             # The sender gave the step up and may have changed its weights while they were copied.
             raise Closed(f"step {step} was broken off by the sender while its bytes were copied")
 
@@ -91,6 +91,11 @@ class Control:
 
     def close(self) -> None:
         self.memory.close()
+
+
+def _word_of(step: int) -> int:
+    """32 bits that differ from the next step's, and are never 0."""
+    return step % 0xFFFFFFFF + 1
 
 
 @dataclass
