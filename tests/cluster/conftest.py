@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator
 
 import pytest
 from control_plane import ControlPlane, programs
+from helm import CRD, Helm, new_namespace
 from pod_cluster import PodCluster, alone, must_not_skip, why_no_pods
 from reconciling import Operator
 from weightsync_api.crd import render
@@ -41,6 +42,44 @@ def namespace(cluster: ControlPlane) -> Iterator[str]:
 def operator(cluster: ControlPlane, namespace: str) -> Operator:
     """Passes one at a time."""
     return Operator(cluster, namespace)
+
+
+@pytest.fixture(scope="module")
+def plane() -> Iterator[ControlPlane]:
+    """A cluster of its own: these tests install and remove the CustomResourceDefinition."""
+    folder = programs()
+    reason = ""
+    if folder is None or not (folder / "helm").exists():
+        reason = "the programs of Kubernetes are not built: make test-cluster builds them, with Go, and runs these"
+    elif shutil.which("openssl") is None:
+        reason = "openssl is missing, which makes the control plane's key"
+    if reason and must_not_skip():
+        pytest.fail(reason)
+    if reason:
+        pytest.skip(reason)
+    assert folder is not None
+    with ControlPlane(folder, scheduler=False) as made:
+        yield made
+
+
+@pytest.fixture
+def helm(plane: ControlPlane) -> Helm:
+    return Helm(plane)
+
+
+@pytest.fixture
+def home(plane: ControlPlane) -> Iterator[str]:
+    """Namespace of a release, which is uninstalled at the end, whatever became of the test."""
+    with new_namespace(plane, "system") as name:
+        yield name
+        Helm(plane).run("uninstall", "weightsync", "-n", name, "--ignore-not-found", "--wait")
+        plane.kubectl("delete", "crd", CRD, "--ignore-not-found", "--timeout=30s")
+
+
+@pytest.fixture
+def team(plane: ControlPlane) -> Iterator[str]:
+    with new_namespace(plane, "team") as name:
+        yield name
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,15 @@ import re
 import socket
 import subprocess
 import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import yaml
 from control_plane import ControlPlane
 from kubectl import Kubectl, Tree
-from operator_process import OperatorProcess
+from operator_process import OperatorProcess, Sender, eventually, manifest, run_pods
 
 CHART = Path(__file__).parents[2] / "charts" / "weightsync"
 CRD = "weightsyncs.weightsync.dev"
@@ -113,3 +117,54 @@ def everything(cluster: Kubectl) -> set[str]:
         if not made:
             found.add(place)
     return found
+
+
+@contextmanager
+def new_namespace(cluster: Kubectl, prefix: str, **labels: str) -> Iterator[str]:
+    name = f"{prefix}-{uuid.uuid4().hex[:8]}"
+    tree = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
+    cluster.kubectl("create", "-f", "-", stdin=json.dumps(tree))
+    yield name
+    cluster.kubectl("delete", "namespace", name, "--ignore-not-found", "--wait=false")
+
+
+def established(cluster: Kubectl, *names: str) -> None:
+    """`kubectl wait` fails where there are no conditions yet."""
+    words = ["wait", "--for=condition=Established", "--timeout=30s", *(f"crd/{name}" for name in names)]
+    eventually(lambda: cluster.run(*words, check=False).returncode == 0)
+
+
+def applied(cluster: Kubectl, tree: Tree, where: str) -> None:
+    """The API server serves a definition some moments after Helm has made it."""
+    eventually(lambda: cluster.apply(tree, where).returncode == 0)
+
+
+def pod_uids(cluster: Kubectl, where: str) -> dict[str, str]:
+    return {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in cluster.list("pods", where)}
+
+
+def is_ready(cluster: Kubectl, where: str, name: str = "demo") -> bool:
+    tree = cluster.get("weightsync", name, where) or {}
+    conditions = tree.get("status", {}).get("conditions", [])
+    return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
+
+
+def rendered_test(helm: Helm, where: str, *arguments: str) -> list[Tree]:
+    shown = ["--show-only", "templates/tests/step.yaml", *arguments]
+    return list(yaml.safe_load_all(helm.run("template", "weightsync", str(CHART), "-n", where, *shown).stdout))
+
+
+def work_through(cluster: ControlPlane, where: str, sender: Sender) -> None:
+    """All that an operator does for one WeightSync."""
+    applied(cluster, manifest(receivers={"replicas": 2}), where)
+    eventually(lambda: len(cluster.list("pods", where)) == 3)
+    run_pods(cluster, where, sender)
+    sender.step()
+    eventually(lambda: is_ready(cluster, where))
+    # One receiver needs no budget.
+    cluster.kubectl("-n", where, "scale", "ws/demo", "--replicas=1")
+    eventually(lambda: cluster.list("poddisruptionbudgets", where) == [])
+    cluster.kubectl("-n", where, "scale", "ws/demo", "--replicas=2")
+    eventually(lambda: len(cluster.list("pods", where)) == 3)
+    run_pods(cluster, where, sender)
+    eventually(lambda: is_ready(cluster, where))
