@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator
 
 import pytest
 from control_plane import ControlPlane, programs
-from helm import CRD, Helm, new_namespace
+from helm import CRD, Helm, established, new_namespace
 from pod_cluster import PodCluster, alone, must_not_skip, why_no_pods
 from reconciling import Operator
 from weightsync_api.crd import render
@@ -26,7 +26,7 @@ def cluster() -> Iterator[ControlPlane]:
         pytest.skip("openssl is missing, which makes the control plane's key")
     with ControlPlane(folder) as plane:
         plane.kubectl("apply", "--server-side", "-f", "-", stdin=render())
-        plane.kubectl("wait", "--for=condition=Established", "crd/weightsyncs.weightsync.dev", "--timeout=30s")
+        established(plane, "weightsyncs.weightsync.dev")
         yield plane
 
 
