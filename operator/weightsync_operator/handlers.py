@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import kopf
+from kopf._core.reactor.inventory import ResourceMemories, ResourceMemory  # a parameter of kopf.operator has this type
 from weightsync_api.v1alpha1 import GROUP, KIND, PLURAL, VERSION
 
 from .kube_api import POD
@@ -79,6 +80,13 @@ def settings() -> kopf.OperatorSettings:
     made.queueing.idle_timeout = 0.1
     made.process.ultimate_exiting_timeout = 8
     return made
+
+
+class Forgetful(ResourceMemories):
+    """Kopf remembers each object for daemons and for handlers of changes: here that is a kilobyte each for nothing."""
+
+    async def recall(self, raw_body: Any, *, ephemeral: bool = True, **kwargs: Any) -> ResourceMemory:
+        return await super().recall(raw_body, ephemeral=True, **kwargs)
 
 
 class _NoDiffs(kopf.DiffBaseStorage):

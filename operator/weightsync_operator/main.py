@@ -25,7 +25,7 @@ from aiohttp import web
 from prometheus_client.exposition import choose_encoder
 
 from .cluster import ClusterPlatform
-from .handlers import registry_for, settings
+from .handlers import Forgetful, registry_for, settings
 from .health import SILENT_SECONDS, WatchHealth
 from .kube_api import ApiError, KubeApi
 from .lease import Lease, LeaseLostError
@@ -140,6 +140,7 @@ async def serve(made: Settings) -> int:
         watching = kopf.operator(
             registry=registry_for(operator.reader, operator.workers, stop, operator.heard),
             settings=settings(),
+            memories=Forgetful(),
             clusterwide=not made.namespaces,
             namespaces=made.namespaces,
             stop_flag=stop,
