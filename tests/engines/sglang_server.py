@@ -8,8 +8,8 @@ import signal
 import socket
 import subprocess
 import time
-import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -82,8 +82,14 @@ class SGLangServer:
         self.process.wait(30)
 
     def close(self) -> None:
+        """Asked first: who is killed leaves shared memory behind."""
         if self.process.poll() is None:
-            self.kill()
+            self.process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(20)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(30)
 
     def __enter__(self) -> Self:
         return self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Self
 
@@ -16,12 +17,14 @@ from ..names import NameRules
 from ..sources.module import Weights
 from .bucket_source import BucketSource
 from .lent_memory import RELEASE_SECONDS, lend
-from .lockstep import Lockstep
+from .lockstep import LeftEarly, Lockstep
 from .object_wire import require_allowed
 
 BUCKET_BYTES = 512 << 20
 """Of the buffer, whose halves are filled and loaded by turns. As verl's default."""
 MAX_ANSWER_BYTES = 4096
+GRACE_SECONDS = 5.0
+BREAK_OFF_SECONDS = 2.0
 
 
 class BucketSender:
@@ -66,8 +69,11 @@ class BucketSender:
         self.close()
 
     @abstractmethod
-    def _converse(self, channel: Lockstep, deadline: Deadline) -> None:
-        """The whole step, up to the peer's last answer. Raises TransportError, StepTimeout, JoinTimeout."""
+    def _converse(self, channel: Lockstep, deadline: Deadline, join: Deadline) -> None:
+        """The whole step, up to the peer's last answer; `join`: by when it must have answered once.
+
+        Raises TransportError, StepTimeout, JoinTimeout.
+        """
 
     @abstractmethod
     def _break_off(self, channel: Lockstep, deadline: Deadline) -> None:
@@ -88,46 +94,62 @@ class BucketSender:
     def _lead(self, address: str) -> StepReport:
         started_at, began = datetime.now(UTC), time.perf_counter()
         deadline = Deadline(self._step_timeout)
-        channel = Lockstep(address, "asks", self.peer)
-        whole = False
         self._step += 1
-        self._over = False
-        failure: Exception | None = None
         try:
-            self._converse(channel, deadline)
-            whole = True
+            state, failure = self._persist(address, deadline)
         except (JoinTimeout, ConfigError):
             self._step -= 1  # no byte was sent
             raise
-        except Exception as error:  # gathering may raise anything
-            failure = error
-        finally:
-            if not whole and not self._over and not channel.gone:
-                try:
-                    self._break_off(channel, Deadline(2.0))
-                except Exception as error:
-                    failure = failure or error
-            gone = channel.gone
-            channel.close()
-            self._source.detach()
-            self.stranded_bytes = self._lent.returned(Deadline(RELEASE_SECONDS), peer_gone=gone and not whole)
+        whole = failure is None
         report = StepReport(
             step=self._step,
             started_at=started_at,
             duration_microseconds=round((time.perf_counter() - began) * 1e6),
             bytes=self.manifest.nbytes if whole else 0,
-            receivers=[
-                ReceiverStep(
-                    rank=1,
-                    state=AgentState.SYNCED if whole else AgentState.LOST if gone else AgentState.TAINTED,
-                    error=str(failure or "")[:4096],
-                )
-            ],
+            receivers=[ReceiverStep(rank=1, state=state, error=str(failure or "")[:4096])],
             complete=whole,
         )
         if failure is not None:
             raise StepFailed(f"step {self._step} to {self.peer} broke off: {failure}", report) from failure
         return report
+
+    def _persist(self, address: str, deadline: Deadline) -> tuple[AgentState, Exception | None]:
+        """One that came and left without a word may have been the last step's receiver, or was killed: another may
+        come, within GRACE_SECONDS."""
+        join, left = deadline.earlier(self._join_timeout), None
+        while True:
+            try:
+                state, failure = self._attempt(address, deadline, join)
+            except JoinTimeout:
+                if left is None:
+                    raise
+                return AgentState.LOST, left
+            if not isinstance(failure, LeftEarly) or join.passed:
+                return state, failure
+            if left is None:
+                join = join.earlier(GRACE_SECONDS)
+            left = failure
+
+    def _attempt(self, address: str, deadline: Deadline, join: Deadline) -> tuple[AgentState, Exception | None]:
+        channel = Lockstep(address, "asks", self.peer)
+        state, failure = AgentState.TAINTED, None
+        self._over = False
+        try:
+            self._converse(channel, deadline, join)
+            state = AgentState.SYNCED
+        except (JoinTimeout, ConfigError):
+            raise
+        except Exception as error:  # gathering may raise anything
+            failure = error
+        finally:
+            if state != AgentState.SYNCED and not self._over and not channel.gone:
+                with suppress(Exception):
+                    self._break_off(channel, Deadline(BREAK_OFF_SECONDS))
+            gone = channel.gone and state != AgentState.SYNCED
+            channel.close()
+            self._source.detach()
+            self.stranded_bytes = self._lent.returned(Deadline(RELEASE_SECONDS), peer_gone=gone)
+        return (AgentState.LOST if gone else state), failure
 
     def _lend(self) -> None:
         """Before the first message: the buffer is there and the first bucket in it."""

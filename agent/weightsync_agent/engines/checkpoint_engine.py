@@ -87,11 +87,10 @@ class CheckpointEngineSender(BucketSender):
         self._request = _Request(request, {self.device_uuid: address})
         return self._run(address)
 
-    def _converse(self, channel: Lockstep, deadline: Deadline) -> None:
+    def _converse(self, channel: Lockstep, deadline: Deadline, join: Deadline) -> None:
         self._lend()
         self._request.start()
         channel.check = self._request.check
-        join = deadline.earlier(self._join_timeout)
         self._pack(0)
         channel.send(write_handle(self._handle), join, "before the first bucket")
         answer = channel.receive(join, "before the first bucket")
@@ -131,7 +130,9 @@ class _Request:
         self._thread = threading.Thread(target=self._run, name="weightsync-request", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        """Once, whichever worker comes then."""
+        if self._thread.ident is None:
+            self._thread.start()
 
     def _run(self) -> None:
         try:

@@ -10,6 +10,7 @@ import contextlib
 import os
 import socket as sockets
 import stat
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, Self
@@ -24,9 +25,13 @@ from .object_wire import MAX_MESSAGE_BYTES
 MAX_PATH_BYTES = 107
 """sun_path of unix(7), less its end."""
 CHECK_SECONDS = 0.1
-RECONNECT_MILLISECONDS = 5
+CONNECT_AGAIN_SECONDS = 0.01
 FLUSH_SECONDS = 2.0
 """How long the last message may take to be out when a socket is closed."""
+
+
+class LeftEarly(TransportError):
+    """A peer came and went without a word."""
 
 
 class Lockstep:
@@ -45,16 +50,10 @@ class Lockstep:
         self._bound = False
         self._heard = False
         self._turn = self._asks
+        self._open_again = 0.0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.REQ if self._asks else zmq.REP)
-        self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._socket.set(zmq.RECONNECT_IVL, RECONNECT_MILLISECONDS)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
         try:
+            self._open()
             if self._asks:
                 self._bind()
             else:
@@ -62,6 +61,27 @@ class Lockstep:
         except BaseException:
             self.close()
             raise
+
+    def _open(self) -> None:
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.REQ if self._asks else zmq.REP)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        # ZeroMQ must not connect again by itself: after the last answer that would be to the next step's socket, where
+        # this one, which is about to close, would be taken for that step's receiver.
+        self._socket.set(zmq.RECONNECT_IVL, -1)
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | (0 if self._asks else zmq.EVENT_CLOSED)
+        )
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+
+    def _connect_again(self) -> None:
+        """Nobody listens there yet, or it was the socket of the step before."""
+        self._open_again = 0.0
+        self._close_socket(0)
+        self._open()
+        self._socket.connect(self.address)
 
     def _bind(self) -> None:
         if self._path is not None:
@@ -134,6 +154,9 @@ class Lockstep:
 
     def _poll(self, deadline: Deadline) -> None:
         seconds = min(deadline.remaining, 1000.0 if self.check is None else CHECK_SECONDS)
+        if self._open_again:
+            time.sleep(min(seconds, max(0.0, self._open_again - time.monotonic())))
+            self._connect_again()
         ready = dict(self._poller.poll(round(seconds * 1000) + 1))
         while self._monitor in ready and _readable(self._monitor):
             self._event(recv_monitor_message(self._monitor, zmq.NOBLOCK))
@@ -143,17 +166,15 @@ class Lockstep:
             self._peers += 1
         elif self._heard or (self._asks and self._peers):
             self._gone = True
-        else:
-            # Nothing was said yet: it was the socket of the step before, and ZeroMQ connects to the next one.
-            self._peers = 0
+        elif not self._asks:
+            self._peers, self._open_again = 0, time.monotonic() + CONNECT_AGAIN_SECONDS
 
     def _check(self, what: str) -> None:
         if self.check is not None:
             self.check()
         if self._gone:
-            raise TransportError(
-                f"{self.peer} at {self.address} closed its socket or ended, {what}: its own log says why"
-            )
+            kind = TransportError if self._heard else LeftEarly
+            raise kind(f"{self.peer} at {self.address} closed its socket or ended, {what}: its own log says why")
         if self._peers > 1:
             raise TransportError(
                 f"{self._peers} peers are connected to {self.address}, and one is meant: messages would be dealt out "
@@ -173,13 +194,16 @@ class Lockstep:
         """Waits for the last message to be out, FLUSH_SECONDS at most. Idempotent."""
         if self._socket.closed:
             return
-        self._socket.set(zmq.LINGER, 0 if self._gone or not self._peers else round(FLUSH_SECONDS * 1000))
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self._socket.close()
+        self._close_socket(0 if self._gone or not self._peers else round(FLUSH_SECONDS * 1000))
         self._context.term()
         if self._bound and self._path is not None:
             self._path.unlink(missing_ok=True)
+
+    def _close_socket(self, linger_milliseconds: int) -> None:
+        self._socket.set(zmq.LINGER, linger_milliseconds)
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close()
 
 
 def _readable(socket: zmq.Socket[bytes]) -> bool:

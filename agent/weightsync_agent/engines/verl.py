@@ -79,11 +79,10 @@ class VerlSender(BucketSender):
         """
         return self._run(self.zmq_handle)
 
-    def _converse(self, channel: Lockstep, deadline: Deadline) -> None:
+    def _converse(self, channel: Lockstep, deadline: Deadline, join: Deadline) -> None:
         self._lend()
         handle = self._handle
         start = write_verl_start(handle) if isinstance(handle, FileHandle) else write_handle(handle)
-        join = deadline.earlier(self._join_timeout)
         channel.send(start, join, "before the first bucket")
         self._pack(0)
         self._expect_empty(channel.receive(join, "before the first bucket"), "opening the buffer")
