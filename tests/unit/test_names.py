@@ -10,16 +10,26 @@ from collections.abc import Callable
 import pytest
 import torch
 from weightsync_agent.errors import ConfigError, ManifestMismatch
-from weightsync_agent.manifest import Manifest, describe
+from weightsync_agent.manifest import Manifest, arena_views, describe
 from weightsync_agent.names import renamed, without_wrappers
 from weightsync_agent.receiver import Receiver
 from weightsync_agent.sender import Sender
 from weightsync_agent.sources.module import gatherer_for
 from weightsync_agent.targets import TensorTarget
+from weightsync_agent.transport import make_arena
 from weightsync_api.agent_config import AgentConfig
 from weightsync_api.v1alpha1.names import NameRule
 
 PLAIN = ["model.embed.weight", "model.layers.0.up.weight", "lm_head.weight"]
+
+
+def configured(directory: str, *rules: tuple[str, str]) -> AgentConfig:
+    endpoint = f"ipc://{directory}/control"
+    return AgentConfig(
+        namespace="default", name="names", device="CPU", transport="IPC", receivers=1, bind=endpoint,
+        connect=endpoint, runtime_dir=directory,
+        names=[NameRule(pattern=pattern, replacement=replacement) for pattern, replacement in rules],
+    )  # fmt: skip
 
 
 def wrapped(change: Callable[[str], str]) -> list[str]:
@@ -131,13 +141,32 @@ def test_a_model_that_differs_is_refused_with_what_differs_besides_wrappers() ->
     assert str(caught.value) == "model.embed.weight: the sender's shape is [2], the receiver's [1]"
 
 
+def test_what_the_agent_reads_from_files_is_renamed_too_and_what_is_left_out_does_not_shift_the_rest() -> None:
+    held = {"b": torch.zeros(3), "c": torch.zeros(2)}
+    source = {"drop": torch.full((5,), 9.0), "a": torch.ones(3), "c": torch.full((2,), 2.0)}
+    manifest = describe(source)
+    with tempfile.TemporaryDirectory(prefix="ws-") as directory:
+        config = configured(directory, ("^a$", "b"), ("^drop$", ""))
+        arena = make_arena(torch.device("cpu"), manifest.arena_bytes)
+        views = arena_views(manifest, arena.tensor())
+        for name, tensor in source.items():
+            views[name].copy_(tensor)
+        with (
+            Sender(views, config=config, arena=arena) as sender,
+            Receiver(held, config=config, rank=1) as receiver,
+        ):
+            thread = threading.Thread(target=receiver.wait, args=(60,))
+            thread.start()
+            assert sender.step().complete
+            thread.join()
+        arena.close()
+    assert torch.equal(held["b"], source["a"])
+    assert torch.equal(held["c"], source["c"])
+
+
 def test_the_report_says_what_was_done_to_names() -> None:
     with tempfile.TemporaryDirectory(prefix="ws-") as directory:
-        endpoint = f"ipc://{directory}/control"
-        config = AgentConfig(
-            namespace="default", name="names", device="CPU", transport="IPC", receivers=1, bind=endpoint,
-            connect=endpoint, runtime_dir=directory, names=[NameRule(pattern="^a$", replacement="b")],
-        )  # fmt: skip
+        config = configured(directory, ("^a$", "b"))
         held = {"b": torch.zeros(3), "c": torch.zeros(2)}
         with (
             Sender({"module.a": torch.ones(3), "module.c": torch.ones(2)}, config=config) as sender,
