@@ -67,7 +67,7 @@ def test_a_template_change_rolls_the_pods_once(running: WeightSyncOnCluster) -> 
 
         def rolled() -> bool:
             pod = running.pods().get("demo-receivers-0", {"metadata": {"labels": {}}})
-            return pod["metadata"]["labels"].get("team") == "rl"
+            return bool(pod["metadata"]["labels"].get("team") == "rl")
 
         eventually(rolled)
         eventually(lambda: receivers(running) == "1/1" and running.condition().get("status") == "True", STARTED_SECONDS)
