@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
+import os
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +22,7 @@ import torch
 pytest.importorskip("transformers", minversion="5")
 pytest.importorskip("accelerate")
 
-from trainer_models import PROMPT, UPDATES, fresh, greedy, tiny
+from trainer_models import PROMPT, UPDATES, WAIT_SECONDS, fresh, greedy, tiny
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from weightsync_agent.engines.completion_server import CompletionServer
 from weightsync_agent.engines.generation import Generator
@@ -105,6 +110,39 @@ def test_transformers_trainer_brings_an_engine_along_from_before_the_first_step_
     assert callback.last
     assert callback.last.step == UPDATES + 1
     assert callback.sender is None
+
+
+def test_two_ranks_of_a_trainer_send_as_one_and_neither_goes_on_before_the_engine_has_the_weights(
+    make_config: Callable[..., AgentConfig], run_dir: Path
+) -> None:
+    config = make_config(bucket_bytes=65536)
+    (run_dir / "config.json").write_text(config.model_dump_json())
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    engine = tiny.model(2)
+    with serving(ModelTarget(engine), engine, config) as url:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("trainer_rank.py")), str(run_dir / "config.json"), url,
+                 str(run_dir / "out")],
+                env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
+                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
+                     "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE, text=True,
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        try:
+            outputs = [rank.communicate(timeout=WAIT_SECONDS * 2)[0] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        assert [rank.returncode for rank in ranks] == [0, 0]
+    for output in outputs:
+        told = [json.loads(line) for line in output.splitlines() if line.startswith('{"said"')]
+        assert len(told) == UPDATES
+        assert [row["said"] for row in told] == [row["expected"] for row in told]
 
 
 def test_only_every_nth_step_is_sent_and_the_last(make_config: Callable[..., AgentConfig], tmp_path: Path) -> None:

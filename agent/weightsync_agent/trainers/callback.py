@@ -39,6 +39,7 @@ class WeightSyncCallback(TrainerCallback):
         lora: what is sent of a peft model: Merged: the model that it stands for; Adapters: `adapter` alone.
         adopt: moves the weights into shared memory (see Sender); not with FSDP2, dtype or LoRA.
         names: rules that rename the weights; None: the configuration's.
+        each_rank: with FSDP2, every rank sends, to engines of its own (see Sender).
         attempts: times that a step is tried before `StepFailed` ends the training. An engine that a failed step left
             tainted answers nothing until a whole one, so going on without would wait for it.
         config: the AgentConfig; None: this process', as `weightsync run` or the operator set it up.
@@ -55,6 +56,7 @@ class WeightSyncCallback(TrainerCallback):
         adapter: str = "default",
         adopt: bool = False,
         names: NameRules | None = None,
+        each_rank: bool = False,
         attempts: int = 3,
         config: AgentConfig | None = None,
     ) -> None:
@@ -69,6 +71,7 @@ class WeightSyncCallback(TrainerCallback):
         self._adapter = adapter
         self._adopt = adopt
         self._names = names
+        self._each_rank = each_rank
         self._config = config
         self._sender: Sender | None = None
         self._device = torch.device("cpu")
@@ -110,7 +113,12 @@ class WeightSyncCallback(TrainerCallback):
         return model
 
     def _make_sender(self, source: Weights) -> Sender:
-        options: dict[str, Any] = {"adopt": self._adopt, "dtype": self._dtype, "names": self._names}
+        options: dict[str, Any] = {
+            "adopt": self._adopt,
+            "dtype": self._dtype,
+            "names": self._names,
+            "each_rank": self._each_rank,
+        }
         if self._config is not None:
             return Sender(source, config=self._config, **options)
         return Sender.from_env(source, **options)
