@@ -344,5 +344,5 @@ class Sender:
             self._transport.let_go()
             self._addresses.let_go()
             self._arena = None
-            self._gatherer.tensors = []
+            self._gatherer.let_go()
         self._router.stop()

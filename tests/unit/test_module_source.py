@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import textwrap
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from weightsync_agent.errors import ConfigError
+from weightsync_agent.sources.computed import Computed
 from weightsync_agent.sources.module import gatherer_for
 
 
@@ -192,3 +195,15 @@ def test_two_ranks_of_fsdp_gather_bucket_by_bucket(tmp_path: Path) -> None:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(told)
     assert all(text.endswith("whole\n") for text in told)
+
+
+def test_a_gatherer_that_is_done_keeps_no_weights_alive() -> None:
+    for dtype in (None, torch.bfloat16):
+        tensor = torch.ones(10)
+        gatherer = gatherer_for({"w": tensor, "made": Computed(tensor.clone(), lambda kept=tensor: kept)}, dtype)
+        gatherer.gather([0, 1])
+        seen = weakref.ref(tensor)
+        del tensor
+        gatherer.let_go()
+        gc.collect()
+        assert seen() is None

@@ -57,6 +57,11 @@ class Gatherer:
     def follow(self) -> None:
         """Takes part in the leader's gathering until it concludes."""
 
+    def let_go(self) -> None:
+        """Keeps nothing of the trainer's weights alive."""
+        self.tensors = []
+        self._values = {}
+
 
 class ConvertingGatherer(Gatherer):
     """Whole weights that are made on the way, one at a time: float32 masters sent as bfloat16, or LoRA merged."""
@@ -93,6 +98,11 @@ class ConvertingGatherer(Gatherer):
 
     def conclude(self) -> None:
         self._kept = {}
+
+    def let_go(self) -> None:
+        super().let_go()
+        self._kept = {}
+        self._scratch = [torch.empty(0, dtype=torch.uint8)] * 2
 
     def _views(self, place: int, indices: list[int]) -> dict[int, torch.Tensor]:
         """Tensors in the manifest's shapes and dtypes over one scratch buffer, which grows once to what it needs."""
