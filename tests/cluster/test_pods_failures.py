@@ -13,7 +13,6 @@ from pod_cluster import (
     WeightSyncOnCluster,
     cause_then_condition,
     manifest,
-    merged,
     restarts,
     uids,
 )
@@ -23,12 +22,12 @@ pytestmark = pytest.mark.timeout(600)
 Tree = dict[str, Any]
 
 
-def receiver_with(**container: Any) -> Tree:
-    """A manifest whose receivers' container has more than usual."""
+def manifest_with(role: str, **container: Any) -> Tree:
+    """A manifest in which one role's container has more than usual."""
     tree = manifest()
-    ours = tree["spec"]["receivers"]["template"]["spec"]["containers"][0]
-    spec = {"containers": [{**ours, **container}]}
-    tree["spec"]["receivers"]["template"] = merged(tree["spec"]["receivers"]["template"], {"spec": spec})
+    spec = tree["spec"][role]["template"]["spec"]
+    spec = {**spec, "containers": [{**spec["containers"][0], **container}]}
+    tree["spec"][role] = {**tree["spec"][role], "template": {"spec": spec}}
     return tree
 
 
@@ -103,7 +102,7 @@ def test_a_deleted_pod_is_made_anew_and_joins(pod_cluster: PodCluster, pod_names
 
 
 def test_an_image_that_can_not_be_pulled_is_quoted(pod_cluster: PodCluster, pod_namespace: str) -> None:
-    ws = pod_cluster.make(pod_namespace, manifest(agent={"image": "registry.invalid/weightsync/agent:none"}))
+    ws = pod_cluster.make(pod_namespace, manifest_with("sender", image="registry.invalid/weightsync/agent:none"))
     cause = waits_for(ws, "demo-sender-0", "ErrImagePull", "ImagePullBackOff")
     eventually(cause)
     eventually(lambda: ws.condition().get("reason") in ("ErrImagePull", "ImagePullBackOff"), 5)
@@ -115,7 +114,7 @@ def test_an_image_that_can_not_be_pulled_is_quoted(pod_cluster: PodCluster, pod_
 
 def test_a_pod_that_can_not_be_scheduled_is_quoted(pod_cluster: PodCluster, pod_namespace: str) -> None:
     limits = {"nvidia.com/gpu": "99"}
-    ws = pod_cluster.make(pod_namespace, manifest(agent={"resources": {"limits": limits}}))
+    ws = pod_cluster.make(pod_namespace, manifest_with("sender", resources={"limits": limits}))
 
     def unscheduled() -> bool:
         conditions = ws.pods().get("demo-sender-0", {}).get("status", {}).get("conditions", [])
@@ -125,7 +124,7 @@ def test_a_pod_that_can_not_be_scheduled_is_quoted(pod_cluster: PodCluster, pod_
 
 
 def test_a_pod_that_used_too_much_memory_is_told(pod_cluster: PodCluster, pod_namespace: str) -> None:
-    ws = pod_cluster.make(pod_namespace, manifest(agent={"resources": {"limits": {"memory": "48Mi"}}}))
+    ws = pod_cluster.make(pod_namespace, manifest_with("sender", resources={"limits": {"memory": "48Mi"}}))
 
     def killed() -> bool:
         status = container_state(ws, "demo-sender-0")
@@ -136,8 +135,8 @@ def test_a_pod_that_used_too_much_memory_is_told(pod_cluster: PodCluster, pod_na
 
 
 def test_a_failing_probe_is_quoted(pod_cluster: PodCluster, pod_namespace: str) -> None:
-    probe = {"exec": {"command": ["ls", "/no-such-file"]}, "httpGet": None, "periodSeconds": 1, "failureThreshold": 2}
-    tree = receiver_with(startupProbe=probe)
+    probe = {"exec": {"command": ["ls", "/no-such-file"]}, "periodSeconds": 1, "failureThreshold": 2}
+    tree = manifest_with("receivers", startupProbe=probe)
     ws = pod_cluster.make(pod_namespace, tree)
 
     def restarted() -> bool:
@@ -149,7 +148,7 @@ def test_a_failing_probe_is_quoted(pod_cluster: PodCluster, pod_namespace: str) 
 
 def test_a_crash_is_told_with_the_programs_last_lines(pod_cluster: PodCluster, pod_namespace: str) -> None:
     program = "raise SystemExit('no checkpoint in /weights: is the volume mounted?')"
-    tree = receiver_with(command=["python3", "-c", program])
+    tree = manifest_with("receivers", command=["python3", "-c", program])
     ws = pod_cluster.make(pod_namespace, tree)
 
     def crashed() -> bool:
