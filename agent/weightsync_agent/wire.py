@@ -37,7 +37,9 @@ SERVER_KEY, CLIENT_KEY = "sender", "receiver"
 def bind_router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, curve_dir: str) -> zmq.Socket[bytes]:
     """The sender's socket. Raises ConfigError when the endpoint can't be bound or a key is missing."""
     if endpoint.startswith("ipc://") and _answers(endpoint.removeprefix("ipc://")):
-        raise ConfigError(f"the sender can't bind {endpoint}: another sender runs there; end it, or wait until it ends")
+        raise ConfigError(
+            f"the sender can't bind {endpoint}: it is in use by another sender; end that, or wait until it ends"
+        )
     socket = context.socket(zmq.ROUTER)
     try:
         _serve_at(socket, endpoint, curve_dir)

@@ -34,7 +34,7 @@ def test_second_sender_at_an_endpoint_is_refused_and_the_first_goes_on(make_conf
     receiver = joined(config)
     with Sender(samples.mixed(0), config=config) as sender:
         assert sender.step().complete
-        with pytest.raises(ConfigError, match=r"can't bind ipc://.*another sender runs there"):
+        with pytest.raises(ConfigError, match=r"can't bind ipc://.*in use by another sender"):
             Sender(samples.mixed(0), config=config)
         assert sender.step().complete
         eventually(lambda: receiver.whole == [1, 2], "both steps arrived")
