@@ -88,7 +88,7 @@ def test_every_command_that_is_written_exists_as_written(block: Block) -> None:
                         assert flag != "--target" or re.search(rf"^FROM \S+ AS {word}$", dockerfile, re.M), part
                         named = word.partition("=")[0]
                         assert flag != "--build-arg" or re.search(rf"^ARG {named}\b", dockerfile, re.M), part
-                case "lock.sh":
+                case _ if (ROOT / words[0]).is_file():
                     assert os.access(ROOT / words[0], os.X_OK), part
                 case other:
                     pytest.fail(f"{block}: this test does not know the command {other!r}")
@@ -171,8 +171,7 @@ def test_the_agents_page_names_the_environment_that_is_read() -> None:
     source = "".join(path.read_text() for folder in ("agent", "crds") for path in (ROOT / folder).rglob("*.py"))
     read = set(re.findall(r'^ENV_\w+ = "(WEIGHTSYNC_\w+)"', source, re.M))
     listed = set(re.findall(r"`(WEIGHTSYNC_\w+)`", page))
-    assert listed <= read
-    assert read - listed == {"WEIGHTSYNC_HTTP_OFFSET"}  # set by the launcher for its children, by nobody else
+    assert listed == read
     assert f"waits up to {agent_http.LONG_POLL_SECONDS:g} seconds" in page
 
 
