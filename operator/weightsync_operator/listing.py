@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
@@ -49,22 +50,20 @@ class Listing:
         await self._of_all(self._compare)
 
     async def _of_all(self, work: Callable[[str, str], Awaitable[None]]) -> None:
-        """Each kind in each namespace.
+        """Every kind in each namespace.
 
         A namespace of several that may not be read is left out: with a namespace that is deleted the rights in it go
         too, and the others' WeightSyncs must not wait for it.
         """
         refused: dict[str, ApiError] = {}
-        for kind in WATCHED:
-            for namespace in self._namespaces:
-                if namespace in refused:
-                    continue
-                try:
-                    await work(kind, namespace)
-                except ApiError as error:
-                    if error.status != FORBIDDEN:
-                        raise
+        for namespace in self._namespaces:
+            # All kinds at the same time: while the API server makes one's page, another's is read.
+            done = await asyncio.gather(*(work(kind, namespace) for kind in WATCHED), return_exceptions=True)
+            for error in done:
+                if isinstance(error, ApiError) and error.status == FORBIDDEN:
                     refused[namespace] = error
+                elif isinstance(error, BaseException):
+                    raise error
         if len(refused) == len(self._namespaces):
             raise next(iter(refused.values()))
         for namespace, why in refused.items():
