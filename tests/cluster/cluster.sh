@@ -395,6 +395,7 @@ down() {
   { grep -ls "$state/" /var/lib/cni/results/* || true; } | xargs -r rm -f
   rm -rf /var/lib/kubelet/device-plugins
   [ "$(ls -A /etc/cni/net.d 2>/dev/null)" != cni.lock ] || rm -rf /etc/cni
+  find /run/containerd -type d -empty -delete 2>/dev/null || true
   rmdir /var/log/containers /var/lib/cni/results /var/lib/cni /var/lib/kubelet 2>/dev/null || true
   rm -rf --one-file-system "$state"
 }
