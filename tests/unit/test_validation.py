@@ -214,7 +214,7 @@ def test_many_faults_are_counted_not_told() -> None:
         ({"receivers": {"replica": 1}}, 'unknown field "spec.receivers.replica"; did you mean "replicas"?'),
         (
             {"receivers": {"zzz": 1}},
-            'unknown field "spec.receivers.zzz"; known here: replicas, gpusPerPod, template',
+            'unknown field "spec.receivers.zzz"; known here: replicas, gpusPerPod, template, engine',
         ),
         (
             {"sender": {"source": {"trainer": {"zzz": 1}}}},
