@@ -200,8 +200,8 @@ def test_two_receivers_at_one_socket_fail_the_step_instead_of_sharing_it(address
         one.connect(address)
     try:
         with Lockstep(address, "asks", "a test") as channel:
-            channel.send(b"x", Deadline(60), "testing")
-            with pytest.raises(TransportError, match="2 peers are connected"):
+            with pytest.raises(TransportError, match="2 peers are connected"):  # at once, where both are there already
+                channel.send(b"x", Deadline(60), "testing")
                 channel.receive(Deadline(60), "testing")
     finally:
         for one in two:
