@@ -198,11 +198,15 @@ def test_two_receivers_at_one_socket_fail_the_step_instead_of_sharing_it(address
     two = [context.socket(zmq.REP) for _ in range(2)]
     for one in two:
         one.connect(address)
-    try:
+
+    def ask() -> None:
         with Lockstep(address, "asks", "a test") as channel:
-            with pytest.raises(TransportError, match="2 peers are connected"):  # at once, where both are there already
-                channel.send(b"x", Deadline(60), "testing")
-                channel.receive(Deadline(60), "testing")
+            channel.send(b"x", Deadline(60), "testing")  # fails here where both are there already
+            channel.receive(Deadline(60), "testing")
+
+    try:
+        with pytest.raises(TransportError, match="2 peers are connected"):
+            ask()
     finally:
         for one in two:
             one.close(linger=0)
