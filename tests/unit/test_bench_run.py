@@ -75,7 +75,6 @@ def test_bad_input_is_a_sentence_and_exit_code_2(arguments: list[str], sentence:
 @contextmanager
 def running() -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
     """A bench in the midst of endless steps, and its children."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background job, and inherited so
     process = subprocess.Popen(
         [*BENCH, "--model", "2x1KiB", "--mode", "direct", "--steps", "900000"],
         stdout=subprocess.PIPE,
