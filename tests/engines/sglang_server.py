@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 import urllib.request
 from contextlib import suppress
@@ -100,14 +102,18 @@ class SGLangServer:
 
 def fresh_tokens(model: Path, weights: dict[str, torch.Tensor], prompt: list[int], count: int = 16) -> list[int]:
     """Of transformers on the same weights: an outside judge."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(model)
-    judge = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    missing, unexpected = judge.load_state_dict(weights, strict=False)
-    assert not unexpected
-    assert set(missing) <= {"lm_head.weight"}
-    judge.tie_weights()
+    with tempfile.TemporaryDirectory() as folder:
+        # By a checkpoint, whose names it may have others for: it stacks experts.
+        shutil.copy(model / "config.json", folder)
+        whole = {name: tensor.detach().clone().contiguous() for name, tensor in weights.items()}
+        save_file(whole, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+        judge, found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    judge.eval()
+    assert not found["unexpected_keys"]
+    assert set(found["missing_keys"]) <= {"lm_head.weight"}
     with torch.no_grad():
         ids = torch.tensor([prompt])
         made = judge.generate(
