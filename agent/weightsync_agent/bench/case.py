@@ -56,8 +56,8 @@ class Case:
     """Digests in every step. Otherwise in the first, and in one after the last that is measured."""
     warmups: int = WARMUPS
     touched_by: Literal["Kernel", "Copy"] = "Kernel"
-    """How the weights change before a step, on a GPU: by a kernel, as a trainer changes them, after which the GPU takes
-    some 140 us to turn to the receiver's process (H200), or by its copy engine, which leaves the step's own cost."""
+    """How the weights change before a step, on a GPU: by a kernel, as a trainer does it, or by its copy engine, with
+    no kernel of the sender's right before the step."""
 
     @property
     def agent_transport(self) -> Transport:

@@ -42,8 +42,7 @@ def row_of(case: Case, measured: Measured, base: Baseline, *, soak: bool) -> Ben
         notes += beyond_copies(measured, base)
     elif case.touched_by == "Copy":
         beyond = (seconds - base.copy) * 1e6
-        notes.append(f"weights written by the copy engine, so that the GPU need not change contexts: {beyond:.0f} us "
-                     "beyond one copy")  # fmt: skip
+        notes.append(f"weights written by the copy engine, not a kernel: {beyond:.0f} us beyond one copy")
     extra = " with digests" if case.verify else " written by the copy engine" if case.touched_by == "Copy" else ""
     return BenchRow(
         name=f"{case.transport} {measured.mode} {case.model}{extra}",
