@@ -36,6 +36,7 @@ class BucketSender:
     def __init__(
         self,
         source: Weights,
+        receiver: str,
         *,
         allow_object_wire: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
@@ -45,12 +46,13 @@ class BucketSender:
         join_timeout_seconds: float = 120.0,
         step_timeout_seconds: float = 300.0,
     ) -> None:
-        """`source`, `dtype`, `names`, `each_rank`: as for Sender. `bucket_bytes`: of the buffer,
-        which grows to twice the largest tensor where that is more.
+        """`source`, `dtype`, `names`, `each_rank`: as for Sender. `receiver`: whom to feed, named as the
+        subclass says. `bucket_bytes`: of the buffer, which grows to twice the largest tensor where that is more.
 
         Raises ConfigError, naming the tensor, for weights that can't be sent, and where `allow_object_wire` is not set.
         """
         require_allowed(allow_object_wire, self.peer)
+        self.receiver = receiver
         self._source = BucketSource(source, bucket_bytes, dtype, names, each_rank)
         self._join_timeout, self._step_timeout = join_timeout_seconds, step_timeout_seconds
         self._lent = lend(self._source.nbytes, self._source.device, self.prefix)

@@ -21,12 +21,10 @@ from weightsync_api.reports import StepReport
 from ..deadline import Deadline
 from ..errors import StepTimeout, TransportError, WeightSyncError
 from ..manifest import Manifest
-from ..names import NameRules
-from ..sources.module import Weights
 from ..targets import LoadWeights, Target
 from .bucket_messages import read_handle, read_payload, write_bucket, write_error, write_handle, write_none
 from .bucket_receiver import BucketReceiver, Received
-from .bucket_sender import BUCKET_BYTES, BucketSender
+from .bucket_sender import BucketSender
 from .lent_memory import Borrowed, borrow
 from .lockstep import Lockstep
 from .object_wire import PeerError, WireRefused
@@ -39,40 +37,14 @@ log = logging.getLogger(__name__)
 class CheckpointEngineSender(BucketSender):
     """Feeds one worker's `update_weights_from_ipc`.
 
+    `receiver`: the worker's device UUID, its key in the handles that it is given, such as GPU-<uuid>.
+
     Unlike checkpoint-engine's own server it looks at the answer to the last bucket too: a worker that fails there
     fails the step.
     """
 
     peer = "checkpoint-engine's worker"
     prefix = "checkpoint_engine"
-
-    def __init__(
-        self,
-        source: Weights,
-        device_uuid: str,
-        *,
-        allow_object_wire: bool = False,
-        bucket_bytes: int = BUCKET_BYTES,
-        dtype: torch.dtype | None = None,
-        names: NameRules = (),
-        each_rank: bool = False,
-        join_timeout_seconds: float = 120.0,
-        step_timeout_seconds: float = 300.0,
-    ) -> None:
-        """`device_uuid`: the worker's key in the handles that it is given, such as GPU-<uuid>. See BucketSender."""
-        super().__init__(
-            source,
-            allow_object_wire=allow_object_wire,
-            bucket_bytes=bucket_bytes,
-            dtype=dtype,
-            names=names,
-            each_rank=each_rank,
-            join_timeout_seconds=join_timeout_seconds,
-            step_timeout_seconds=step_timeout_seconds,
-        )
-        self.device_uuid = device_uuid
-        self._counter = 0
-        self._session = secrets.token_hex(8)
 
     def step(self, request: Callable[[dict[str, str]], object]) -> StepReport:
         """Brings the weights as they are now to the worker; loaded there, post hook included, when it returns.
@@ -82,10 +54,9 @@ class CheckpointEngineSender(BucketSender):
 
         Raises JoinTimeout (no worker came), StepFailed, ConfigError, Closed.
         """
-        self._counter += 1
-        address = f"ipc://@checkpoint-engine-{self.device_uuid}-{self._session}-{self._counter}.sock"
-        self._request = _Request(request, {self.device_uuid: address})
-        return self._run(address)
+        socket = f"ipc://@checkpoint-engine-{self.receiver}-{secrets.token_hex(8)}.sock"
+        self._request = _Request(request, {self.receiver: socket})
+        return self._run(socket)
 
     def _converse(self, channel: Lockstep, deadline: Deadline, join: Deadline) -> None:
         self._lend()

@@ -11,14 +11,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import torch
 from weightsync_api.reports import StepReport
 
 from ..deadline import Deadline
 from ..errors import ManifestMismatch, StepTimeout, TransportError
 from ..manifest import ALIGNMENT
-from ..names import NameRules
-from ..sources.module import Weights
 from .bucket_messages import (
     FileHandle,
     Placed,
@@ -30,7 +27,7 @@ from .bucket_messages import (
     write_verl_start,
 )
 from .bucket_receiver import BucketReceiver, Received
-from .bucket_sender import BUCKET_BYTES, BucketSender
+from .bucket_sender import BucketSender
 from .lent_memory import Borrowed, borrow
 from .lockstep import Lockstep
 from .object_wire import WireRefused
@@ -40,36 +37,13 @@ TESTED_VERSION = "0.9.1"
 
 class VerlSender(BucketSender):
     """Feeds one `BucketedWeightReceiver`: of host memory where the weights are on the CPU (`use_shm=True` there), of
-    CUDA memory where they are on a GPU."""
+    CUDA memory where they are on a GPU.
+
+    `receiver`: verl's `zmq_handle`, ipc://PATH.
+    """
 
     peer = "verl's receiver"
     prefix = "verl_weights"
-
-    def __init__(
-        self,
-        source: Weights,
-        zmq_handle: str,
-        *,
-        allow_object_wire: bool = False,
-        bucket_bytes: int = BUCKET_BYTES,
-        dtype: torch.dtype | None = None,
-        names: NameRules = (),
-        each_rank: bool = False,
-        join_timeout_seconds: float = 120.0,
-        step_timeout_seconds: float = 300.0,
-    ) -> None:
-        """`zmq_handle`: verl's name for the socket, ipc://PATH. The rest: see BucketSender."""
-        super().__init__(
-            source,
-            allow_object_wire=allow_object_wire,
-            bucket_bytes=bucket_bytes,
-            dtype=dtype,
-            names=names,
-            each_rank=each_rank,
-            join_timeout_seconds=join_timeout_seconds,
-            step_timeout_seconds=step_timeout_seconds,
-        )
-        self.zmq_handle = zmq_handle
 
     def step(self) -> StepReport:
         """Brings the weights as they are now to verl's receiver; in place there when it returns.
@@ -77,7 +51,7 @@ class VerlSender(BucketSender):
         Raises JoinTimeout (no receiver came), StepFailed (it died, fell silent or answered otherwise; its `report`
         says which), ConfigError, Closed.
         """
-        return self._run(self.zmq_handle)
+        return self._run(self.receiver)
 
     def _converse(self, channel: Lockstep, deadline: Deadline, join: Deadline) -> None:
         self._lend()
