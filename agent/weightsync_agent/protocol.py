@@ -10,11 +10,13 @@ Step:   Begin -> [Bucket -> Drained]* -> Commit -> Ack | Error; with `whole` set
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from weightsync_api.reports import MemorySample
 
+from .collector import held_back
 from .manifest import Manifest
 
 PROTOCOL_VERSION = 1
@@ -142,6 +144,7 @@ class Differs(Message):
     kind: Literal["Differs"] = "Differs"
     differences: str = Field(max_length=65536)
     offer_number: _Index = Field(default=0, description="of the Welcome that it answers")
+    retry: bool = Field(default=False, description="it says Hello again by itself: nothing is wrong with it for good")
 
 
 class Joined(Message):
@@ -263,7 +266,8 @@ def decode_from_sender(frame: bytes) -> FromSender:
 
 def _decode(adapter: TypeAdapter[T], frame: bytes) -> T:
     try:
-        return adapter.validate_json(frame)
+        with held_back() if len(frame) > LARGE_FRAME else nullcontext():
+            return adapter.validate_json(frame)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])

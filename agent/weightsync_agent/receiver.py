@@ -20,6 +20,7 @@ from weightsync_api.reports import AgentReport, AgentState, MemorySample, Report
 from zmq.utils.monitor import recv_monitor_message
 
 from . import protocol, wire
+from .collector import held_back
 from .deadline import Deadline
 from .digest import first_differences
 from .errors import Closed, ManifestMismatch, Refused, SelfTestFailed, TransportError, VerifyFailed, WeightSyncError
@@ -93,6 +94,10 @@ class Receiver:
         """The last step that began with this sender, whole or not."""
         self._look_until = 0.0
         self._hello_after = 0.0
+        if self.device.type == "cuda":
+            from .cuda.warm import warm
+
+            warm(self.device)
         self._meter = meter_for(self.device, lambda: self._transport.owned_bytes if self._transport else 0)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         # Every new connection is a sender that may be a new one: Hello goes first on each.
@@ -314,10 +319,17 @@ class Receiver:
         self._drop_transport()
         self._begun = 0
         deadline = Deadline(self.config.join_timeout_seconds)
+        began = time.perf_counter()
         try:
-            self.target.bind(self._manifest)
-            self._transport = receiver_transport(welcome, self._manifest, self.target, self.config, self.device)
-            joined = self._transport.join(deadline)
+            with held_back():
+                self.target.bind(self._manifest)
+                bound = time.perf_counter()
+                self._transport = receiver_transport(welcome, self._manifest, self.target, self.config, self.device)
+                joined = self._transport.join(deadline)
+            log.debug(
+                "rank %d: %d tensors fit, found in %.3f s; memory mapped and copies planned in %.3f s",
+                *(self.identity.rank, len(self._manifest.tensors), bound - began, time.perf_counter() - bound),
+            )
         except ManifestMismatch as mismatch:
             self._post(protocol.Differs(differences=str(mismatch)[:65536], offer_number=welcome.offer_number))
             self._refused(mismatch)

@@ -96,7 +96,9 @@ def _describe(names: list[str], tensors: list[torch.Tensor], dtype: torch.dtype 
     """The manifest of what is sent: global shapes, converted dtypes; ties by memory, or by object where sharded."""
     locals_ = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     # Ties and what can't be sent are judged on local memory; an empty shard is no tie, hence the objects' identity.
-    ties = describe((name, local) for name, local in zip(names, locals_, strict=True))
+    ties = describe(zip(names, locals_, strict=True))
+    if dtype is None and not any(isinstance(tensor, DTensor) for tensor in tensors):
+        return ties
     first: dict[int, int] = {}
     entries: list[TensorEntry] = []
     for index, (entry, tensor) in enumerate(zip(ties.tensors, tensors, strict=True)):

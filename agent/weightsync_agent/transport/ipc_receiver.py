@@ -6,6 +6,7 @@ plan reads it over NVLink with a small grid, without NCCL and without a buffer.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -41,6 +42,8 @@ from .staging import Loader
 from .stand_ins import StandIns
 from .waiting import Waiter
 
+log = logging.getLogger("weightsync.receiver")
+
 
 class IpcReceiver(MappedReceiver):
     def __init__(
@@ -70,6 +73,7 @@ class IpcReceiver(MappedReceiver):
         offer = self.welcome.offer
         if offer is None or not offer.regions or offer.regions[0].role != "control":
             raise TransportError("the sender's offer has no shared memory in it")
+        began = time.perf_counter()
         descriptors = fetch_descriptors(offer.socket, offer.token, len(offer.regions), deadline)
         # From here on each descriptor has an owner that closes it, also when a later one fails.
         pending = list(zip(descriptors, offer.regions, strict=True))
@@ -80,11 +84,13 @@ class IpcReceiver(MappedReceiver):
         finally:
             for descriptor, _ in pending:
                 HostMemory.map(descriptor, 1).close()
+        mapped = time.perf_counter()
         if offer.handles:
             result = self._open_handles(offer)
         else:
             result = self._self_test()
             self._check_sizes()
+        tested = time.perf_counter()
         own = gpu_uuid(self._device)
         self._near = all(normal_uuid(memory.gpu) == own for memory in self._data)
         if self.target.in_place:
@@ -95,6 +101,10 @@ class IpcReceiver(MappedReceiver):
             self._loader = Loader(self.manifest, self._layout, self.target, self._device, self._digests_of)
         if self._flags is not None:
             self._flags.attach(self._device)
+        log.debug(
+            "memory mapped in %.3f s, tested in %.3f s, copies planned in %.3f s",
+            *(mapped - began, tested - mapped, time.perf_counter() - tested),
+        )
         route = "IPC/TorchHandle" if offer.handles else "IPC/Descriptor" if self._near else "P2P/Mapped"
         return Joined(route=route, self_test=result, queues=self.target.in_place and self._flags is not None)
 
