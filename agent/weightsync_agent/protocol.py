@@ -245,6 +245,9 @@ FromSender = Welcome | Refuse | Admitted | Regroup | Begin | Bucket | Commit | A
 
 T = TypeVar("T")
 
+LARGE_FRAME = 1 << 16
+"""Bytes. A manifest's, of which thousands of objects are made."""
+
 _FROM_RECEIVER: TypeAdapter[FromReceiver] = TypeAdapter(Annotated[FromReceiver, Field(discriminator="kind")])
 _FROM_SENDER: TypeAdapter[FromSender] = TypeAdapter(Annotated[FromSender, Field(discriminator="kind")])
 
