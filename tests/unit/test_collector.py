@@ -16,10 +16,17 @@ def as_it_was() -> Iterator[None]:
     (gc.enable if enabled else gc.disable)()
 
 
+def fail_within(seen: list[bool]) -> None:
+    with held_back():
+        seen.append(gc.isenabled())
+        raise KeyError
+
+
 @pytest.mark.parametrize("before", [True, False])
 def test_the_collector_is_off_within_and_as_before_after_it_and_after_an_error(before: bool) -> None:
     (gc.enable if before else gc.disable)()
-    with pytest.raises(KeyError), held_back():
-        assert not gc.isenabled()
-        raise KeyError
+    seen: list[bool] = []
+    with pytest.raises(KeyError):
+        fail_within(seen)
+    assert seen == [False]
     assert gc.isenabled() is before
