@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from weightsync_api.agent_config import AgentConfig
 from weightsync_api.reports import AgentState
@@ -29,6 +29,9 @@ OF_JOINING = (protocol.Hello, protocol.Joined, protocol.Differs)
 
 Send = Callable[[bytes, protocol.Message], bool]
 """To a ZeroMQ address; False when its connection is gone."""
+
+MAX_STRANGERS = 8
+"""Sentences about who was turned away at the door that are kept, for an error that finds nobody there."""
 
 
 class Lobby:
@@ -54,6 +57,7 @@ class Lobby:
         self._addresses: dict[bytes, Peer] = {}
         self._later: list[tuple[bytes, protocol.FromReceiver]] = []
         self._leaving: list[Peer] = []
+        self._strangers: dict[str, None] = {}
         self._offers = itertools.count(1)
 
     def at(self, address: bytes) -> Peer | None:
@@ -64,27 +68,31 @@ class Lobby:
         """Those that joined and were not lost, by rank."""
         return [self.peers[rank] for rank in sorted(self.peers) if self.peers[rank].joined]
 
-    def missing(self) -> dict[int, str]:
-        """Why each of the expected ranks is not there."""
+    def missing(self, absent: Mapping[int, str]) -> dict[int, str]:
+        """Why each of the expected ranks is not there. `absent`: what their drivers say of ranks that won't come."""
         found = {}
         for rank in range(1, self._config.receivers + 1):
             peer = self.peers.get(rank)
             if peer is None or not peer.joined:
-                found[rank] = (peer.message or str(peer.state)) if peer else "it never said hello"
+                told = (peer.message or str(peer.state)) if peer else "it never said hello"
+                found[rank] = told if peer and peer.state == AgentState.REFUSED else absent.get(rank, told)
         return found
 
-    def waits_for(self) -> bool:
-        """Whether an expected receiver may still join; one that was refused may not, until its process is another."""
-        refused = {rank for rank, peer in self.peers.items() if peer.state == AgentState.REFUSED}
-        return bool(set(self.missing()) - refused) or not (self.peers or self._config.receivers == 0)
+    def waits_for(self, absent: Mapping[int, str]) -> bool:
+        """Whether an expected receiver may still join. One that was refused for good may not, until its process is
+        another; nor may one of `absent`."""
+        refused = {rank for rank, peer in self.peers.items() if peer.state == AgentState.REFUSED and not peer.retries}
+        return not self.missing(absent).keys() <= refused | absent.keys()
 
-    def nobody(self) -> str:
-        """Why no receiver is there, in a sentence."""
+    def nobody(self, absent: Mapping[int, str], within: float | None) -> str:
+        """Why no receiver is there, in a sentence. `within`: seconds that were waited, where that was in vain."""
         config = self._config
-        told = "; ".join(f"rank {rank}: {reason}" for rank, reason in list(self.missing().items())[:20])
+        told = [f"rank {rank}: {reason}" for rank, reason in list(self.missing(absent).items())[:20]]
+        turned_away = [f"turned away: {stranger}" for stranger in self._strangers]
         return (
-            f"WeightSync {config.namespace}/{config.name}: no receiver has joined at {config.bind} "
-            f"within {config.join_timeout_seconds:g} s; {told or 'none is expected: spec.receivers.replicas is 0'}"
+            f"WeightSync {config.namespace}/{config.name}: no receiver has joined at {config.bind}"
+            f"{'' if within is None else f' within {within:g} s'}; "
+            + ("; ".join(told + turned_away) if told else "none is expected: spec.receivers.replicas is 0")
         )
 
     def lost(self, peer: Peer) -> None:
@@ -131,6 +139,11 @@ class Lobby:
     def _hello(self, address: bytes, hello: protocol.Hello) -> None:
         try:
             peer = self._enlist(address, hello)
+            if hello.protocol != protocol.PROTOCOL_VERSION:
+                raise Refused(
+                    f"the sender speaks protocol {protocol.PROTOCOL_VERSION}, the receiver {hello.protocol}: "
+                    "run the same weightsync version on both sides"
+                )
             self._welcome(peer, hello.manifest_hash)
         except (Refused, TransportError) as refusal:  # TransportError: no memory or descriptors left to offer
             self._errors["refused"] += 1
@@ -144,18 +157,14 @@ class Lobby:
 
     def _enlist(self, address: bytes, hello: protocol.Hello) -> Peer:
         config, rank = self._config, hello.identity.rank
-        if hello.protocol != protocol.PROTOCOL_VERSION:
-            raise Refused(
-                f"the sender speaks protocol {protocol.PROTOCOL_VERSION}, the receiver {hello.protocol}: "
-                "run the same weightsync version on both sides"
-            )
         if (hello.namespace, hello.name) != (config.namespace, config.name):
-            raise Refused(
+            raise self._stranger(
+                hello,
                 f"this is the sender of WeightSync {config.namespace}/{config.name}, "
-                f"not of {hello.namespace}/{hello.name}"
+                f"not of {hello.namespace}/{hello.name}",
             )
         if rank < 1:
-            raise Refused("rank 0 is the sender's: a receiver's WEIGHTSYNC_RANK is 1 or more")
+            raise self._stranger(hello, "rank 0 is the sender's: a receiver's WEIGHTSYNC_RANK is 1 or more")
         old = self.peers.get(rank)
         # The same process on a new connection is no second one, though the old connection may still look open.
         another = old is not None and old.address != address and old.identity != hello.identity
@@ -170,6 +179,12 @@ class Lobby:
         peer = Peer(address, hello.identity, step=hello.step)
         self.peers[rank] = self._addresses[address] = peer
         return peer
+
+    def _stranger(self, hello: protocol.Hello, reason: str) -> Refused:
+        """One that is none of the expected ranks, as far as can be known: the right one may still come."""
+        if len(self._strangers) < MAX_STRANGERS:
+            self._strangers[f"rank {hello.identity.rank} of pod {hello.identity.pod}: {reason}"] = None
+        return Refused(reason)
 
     def _welcome(self, peer: Peer, known_hash: str) -> None:
         """Offers memory to a receiver. One that can't map the sender's own puts everybody on staging buckets."""
@@ -219,7 +234,7 @@ class Lobby:
         elif isinstance(message, protocol.Joined):
             self._joined(peer, message, step)
         else:
-            peer.state, peer.message = AgentState.REFUSED, message.differences
+            peer.state, peer.message, peer.retries = AgentState.REFUSED, message.differences, message.retry
             log.error("%s does not fit: %s", peer.label, message.differences)
 
     def _joined(self, peer: Peer, joined: protocol.Joined, step: int) -> None:

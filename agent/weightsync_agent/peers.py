@@ -25,6 +25,8 @@ class Peer:
     hello_at: float = field(default_factory=time.perf_counter)
     join_microseconds: int = 0
     memory: MemorySample = field(default_factory=MemorySample)
+    retries: bool = False
+    """Where it was refused: it says Hello again by itself."""
     offer_number: int = 0
     """Of the last Welcome; words about an earlier one come too late."""
     verified_once: bool = False

@@ -345,7 +345,9 @@ class Receiver:
             self.errors["transport"] += 1
             self._state, self._message = AgentState.STARTING, f"joining failed and is tried again: {error}"
             log.warning("rank %d: %s", self.identity.rank, self._message)
-            self._post(protocol.Differs(differences=self._message[:65536], offer_number=welcome.offer_number))
+            self._post(
+                protocol.Differs(differences=self._message[:65536], offer_number=welcome.offer_number, retry=True)
+            )
             self._owes_hello, self._hello_after = True, time.monotonic() + JOIN_AGAIN_SECONDS
             return
         self.session, self.route, self._welcome = welcome.session, joined.route, welcome

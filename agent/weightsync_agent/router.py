@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import zmq
@@ -37,6 +38,9 @@ SPINS = (os.cpu_count() or 1) >= 4
 
 MAX_TAKEN = 4096
 """Messages taken in at once: who floods the socket can't hold a step beyond its deadline."""
+
+Absent = Callable[[], Mapping[int, str]]
+"""Receivers' ranks that won't join, and why, by who drives their processes."""
 
 log = logging.getLogger("weightsync.sender")
 
@@ -88,13 +92,17 @@ class Router:
         self._last_step = step
         self.lobby.catch_up(step)
 
-    def await_receivers(self, timeout: float) -> None:
-        """Until every expected receiver joined or was refused, or `timeout` seconds are over."""
+    def await_receivers(self, timeout: float, absent: Absent) -> bool:
+        """Until no expected receiver may still join: each has, or was refused for good, or is one of `absent`.
+
+        False: `timeout` seconds are over first.
+        """
         deadline = Deadline(timeout)
-        while self.lobby.waits_for() and not deadline.passed:
+        while (waits := self.lobby.waits_for(absent())) and not deadline.passed:
             self.poll(min(0.1, deadline.remaining))
-        for rank, reason in self.lobby.missing().items():
+        for rank, reason in self.lobby.missing(absent()).items():
             log.warning("rank %d is not there: %s", rank, reason)
+        return not waits
 
     # --- out ----------------------------------------------------------------------------------------------------
 

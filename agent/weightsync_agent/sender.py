@@ -38,7 +38,7 @@ from .lobby import Lobby
 from .memory import meter_for
 from .names import NameRules
 from .peers import Peer
-from .router import Router
+from .router import Absent, Router
 from .send_channel import StepChannel
 from .sources.gatherer import Gatherer
 from .sources.module import Weights, gatherer_for
@@ -187,13 +187,17 @@ class Sender:
 
     # --- a step -------------------------------------------------------------------------------------------------
 
-    def step(self) -> StepReport:
+    def step(self, *, absent: Absent = dict) -> StepReport:
         """Brings the weights as they are now to every receiver; in place at all of them when it returns.
 
-        The first step waits for the receivers that the configuration expects. Never hangs: every wait has a deadline.
+        The first step waits for the receivers that the configuration expects: until each has joined, or can't because
+        it does not fit. Never hangs: every wait has a deadline.
+
+        Args:
+            absent: asked within that wait, for ranks that won't join and why. For who drives the engines too.
 
         Raises:
-            JoinTimeout: no receiver is there.
+            JoinTimeout: no receiver is there; the sentence has each one's reason. Where none can join, at once.
             StepFailed: a receiver that was there did not acknowledge. Its `report` has the causes.
             ConfigError: a tensor is not where it was, or as large as it was, when the Sender was made. The sentence
                 says whether nothing was sent, or the step was broken off.
@@ -206,17 +210,17 @@ class Sender:
             return StepReport(step=0, started_at=datetime.now(UTC), duration_microseconds=0, bytes=0, complete=True)
         try:
             with self._router.lock:
-                return self._lead()
+                return self._lead(absent)
         finally:
             self._gatherer.conclude()  # whatever became of the step, the trainer's other ranks go on
 
-    def _lead(self) -> StepReport:
+    def _lead(self, absent: Absent) -> StepReport:
         router, carrier = self._router, self._carrier
         if router.closed:
             raise Closed("this sender is closed")
         if not carrier.checks_late:
             self._addresses.check("nothing was sent")
-        members = self._members()
+        members = self._members(absent)
         self._step = max(self._step, *(peer.step for peer in members)) + 1
         deadline = Deadline(self.config.step_timeout_seconds)
         channel = StepChannel(self._step, members, deadline, router.post, router.poll)
@@ -250,21 +254,23 @@ class Sender:
             raise unforeseen
         return report
 
-    def _members(self) -> list[Peer]:
+    def _members(self, absent: Absent) -> list[Peer]:
         """The receivers of the step that begins. Raises JoinTimeout."""
         self._router.take_all()
+        timeout, in_time = self.config.join_timeout_seconds, True
         if not self._tried_join:
-            # The first step goes on with those there at the deadline.
-            self._tried_join = True
-            self._router.await_receivers(self.config.join_timeout_seconds)
+            # The first step goes on with those there at the deadline, or once nobody else can come.
+            in_time = self._router.await_receivers(timeout, absent)
         if self._transport.collective:
             # One that died since the last step is no part of this one: a collective would wait for it.
             for peer in self._lobby.present():
                 if not self._router.post(peer, protocol.Ping()):
                     self._lobby.lost(peer)
         members = self._lobby.present()
+        # Where all were refused at once, the next step still waits: for what takes their places.
+        self._tried_join |= bool(members) or not in_time
         if not members:
-            raise JoinTimeout(self._lobby.nobody())
+            raise JoinTimeout(self._lobby.nobody(absent(), None if in_time else timeout))
         return members
 
     def _conclude(self, channel: StepChannel, started_at: datetime, duration: float) -> StepReport:

@@ -177,11 +177,13 @@ class VllmEngine:
 
     def join(self) -> list[WorkerReport]:
         """Makes each worker's receiver. They reach the sender at the first step. Again: makes them anew.
+        self.ranks: tuple[int, ...] = ()
+        """Of its workers, once they were made receivers."""
 
         Raises ConfigError where the engine has not got this package, or TransportError.
         """
         reports = self._call(JOIN, self._join.model_dump_json(), 120.0)
-        self._joined = True
+        self._joined, self.ranks = True, tuple(report.rank for report in reports)
         self._core = all(report.core for report in reports)
         if not self._core and not (isinstance(self._engine, HttpEngine) or hasattr(self._engine, "reset_prefix_cache")):
             raise ConfigError("this engine can't reset its prefix cache: VLLM_PLUGINS has to name weightsync")
@@ -253,12 +255,12 @@ def step_all(sender: Sender, engines: Sequence[VllmEngine]) -> StepReport:
     """One step for several engines at once. Raises what the sender raises, else the first engine's TransportError."""
     taken = [engine.begin(sender.config) for engine in engines]
     try:
-        report = sender.step()
+        report = sender.step(absent=absent)
     except BaseException as error:
-        for future in taken:
+        for call in taken:
             # Why an engine failed tells more than that it did not acknowledge.
-            if future.done() and (cause := future.exception()) is not None:
-                error.add_note(f"the engine: {cause}")
+            if why := _failure(call):
+                error.add_note(why)
         raise
     for engine, future in zip(engines, taken, strict=True):
         engine.reports = future.result(sender.config.step_timeout_seconds + ANSWER_SECONDS)
@@ -275,6 +277,11 @@ class AsyncVllmEngine:
         config: AgentConfig | None = None,
         first_rank: int | None = 1,
         options: StepOptions | None = None,
+
+    def absent() -> dict[int, str]:
+        return {rank: why for engine, call in zip(engines, taken, strict=True) if (why := _failure(call))
+                for rank in engine.ranks}  # fmt: skip
+
         layerwise: bool = False,
     ) -> None:
         self._engine = engine
@@ -287,7 +294,7 @@ class AsyncVllmEngine:
         reports = await self._call(JOIN, self._join.model_dump_json())
         if not all(report.core for report in reports):
             raise ConfigError("the engine core was not taught a step: VLLM_PLUGINS has to name weightsync")
-        self._joined = True
+        self._joined, self._ranks = True, tuple(report.rank for report in reports)
         return reports
 
     async def step(self, sender: Sender) -> StepReport:
@@ -300,10 +307,11 @@ class AsyncVllmEngine:
         )
         taken = asyncio.ensure_future(self._call(STEP, request.model_dump_json()))
         try:
-            report = await asyncio.to_thread(sender.step)
+            report = await asyncio.to_thread(sender.step, absent=absent)
         except BaseException as error:
-            if taken.done() and not taken.cancelled() and (cause := taken.exception()) is not None:
-                error.add_note(f"the engine: {cause}")
+            if why := _failure(taken):
+                error.add_note(why)
+        self._ranks: tuple[int, ...] = ()
             taken.add_done_callback(lambda future: future.cancelled() or future.exception())
             raise
         await taken
@@ -322,6 +330,10 @@ class AsyncVllmEngine:
             found = await self._engine.collective_rpc(method, None, (request,))
         except Exception as error:
             raise TransportError(f"the engine answered {method} with: {_cause(error)}") from error
+
+        def absent() -> dict[int, str]:
+            return dict.fromkeys(self._ranks, why) if (why := _failure(taken)) else {}
+
         return [WorkerReport.model_validate(report) for report in found]
 
 
@@ -333,3 +345,9 @@ def _cause(error: Exception) -> str:
             "worker_extension_cls=weightsync_agent.engines.vllm_worker.WeightSyncExtension works without plugins"
         )
     return text or type(error).__name__
+def _failure(call: Future[Any] | asyncio.Future[Any]) -> str:
+    """Why the call of an engine failed; empty: it has not, or not yet."""
+    cause = call.exception() if call.done() and not call.cancelled() else None
+    return "" if cause is None else f"the engine: {cause or type(cause).__name__}"
+
+
