@@ -1,29 +1,27 @@
-"""A real SGLang server on the CPU, in the environment that has it, and what its tokens should be."""
+"""A real SGLang server on the CPU, in the environment that has it."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 from peer_process import ENVIRONMENTS, interpreter
+from streamed import Streamed
 
 START_SECONDS = 550.0
 """It takes a minute on a machine that does nothing else."""
 OPTIONS = [
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--disable-cuda-graph", "--disable-overlap-schedule", "--dtype", "float32", "--mem-fraction-static", "0.1"),
-    *("--max-total-tokens", "4096", "--skip-server-warmup", "--grammar-backend", "none", "--log-level", "warning"),
+    *("--max-total-tokens", "16384", "--skip-server-warmup", "--grammar-backend", "none", "--log-level", "warning"),
 ]
 
 
@@ -79,6 +77,12 @@ class SGLangServer:
         found: list[int] = self.ask("/generate", {"input_ids": prompt, "sampling_params": sampling})["output_ids"]
         return found
 
+    def stream(self, prompt: list[int], count: int) -> Streamed:
+        """A request that runs while the test goes on."""
+        sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+        body: dict[str, object] = {"input_ids": prompt, "sampling_params": sampling, "stream": True}
+        return Streamed(f"{self.url}/generate", body, _read)
+
     def kill(self) -> None:
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(30)
@@ -100,29 +104,6 @@ class SGLangServer:
         self.close()
 
 
-def fresh_tokens(model: Path, weights: dict[str, torch.Tensor], prompt: list[int], count: int = 16) -> list[int]:
-    """Of transformers on the same weights: an outside judge."""
-    from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM
-
-    with tempfile.TemporaryDirectory() as folder:
-        # By a checkpoint, whose names it may have others for: it stacks experts.
-        shutil.copy(model / "config.json", folder)
-        whole = {name: tensor.detach().clone().contiguous() for name, tensor in weights.items()}
-        save_file(whole, Path(folder) / "model.safetensors", metadata={"format": "pt"})
-        judge, found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    judge.eval()
-    assert not found["unexpected_keys"]
-    assert set(found["missing_keys"]) <= {"lm_head.weight"}
-    with torch.no_grad():
-        ids = torch.tensor([prompt])
-        made = judge.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=count,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-    found: list[int] = made[0, len(prompt) :].tolist()
-    return found
+def _read(said: dict[str, Any], before: list[int]) -> tuple[list[int], str]:
+    del before  # every line has them all
+    return said["output_ids"], (said["meta_info"]["finish_reason"] or {"type": ""})["type"]

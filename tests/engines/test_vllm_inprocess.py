@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import vllm_models
+from judge import fresh_tokens
 from peer_process import interpreter
-from sglang_server import fresh_tokens
 from vllm_common import PROMPTS
 from vllm_server import environment
 

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from peer_process import interpreter
+from streamed import Streamed
 
 START_SECONDS = 550.0
 """It takes 40 seconds on a machine that does nothing else."""
 HERE = Path(__file__).parent
 PLAIN = HERE / "plain_cpu"
 OPTIONS = [
-    *("--enforce-eager", "--dtype", "float32", "--max-model-len", "1000", "--max-num-seqs", "4"),
+    *("--enforce-eager", "--dtype", "float32", "--max-model-len", "8192", "--max-num-seqs", "4"),
     *("--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(64 << 20), "--served-model-name", "m"),
 ]
 ENVIRONMENT = {
@@ -28,6 +29,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
     "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }  # fmt: skip
+
+ASKED = {"model": "m", "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
 
 def environment(plain: bool, **more: str) -> dict[str, str]:
@@ -88,10 +91,14 @@ class VllmServer:
 
     def complete(self, prompt: list[int], count: int, seconds: float = 120) -> dict[str, Any]:
         """The first choice of an answer: `token_ids`, `finish_reason`."""
-        asked = {"model": "m", "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-        answer = self.ask("/v1/completions", {**asked, "prompt": prompt, "max_tokens": count}, seconds)
+        answer = self.ask("/v1/completions", {**ASKED, "prompt": prompt, "max_tokens": count}, seconds)
         choice: dict[str, Any] = answer["choices"][0]
         return choice
+
+    def stream(self, prompt: list[int], count: int) -> Streamed:
+        """A request that runs while the test goes on."""
+        body = {**ASKED, "prompt": prompt, "max_tokens": count, "stream": True}
+        return Streamed(f"{self.url}/v1/completions", body, _read)
 
     def tokens(self, prompt: list[int], count: int = 16) -> list[int]:
         return list(self.complete(prompt, count)["token_ids"])
@@ -115,3 +122,8 @@ class VllmServer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _read(said: dict[str, Any], before: list[int]) -> tuple[list[int], str]:
+    (choice,) = said["choices"]
+    return before + list(choice["token_ids"] or ()), choice["finish_reason"] or ""
