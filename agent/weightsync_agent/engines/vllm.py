@@ -166,6 +166,8 @@ class VllmEngine:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weightsync-vllm")
         self._joined = False
         self._core = True
+        self.ranks: tuple[int, ...] = ()
+        """Of its workers, once they were made receivers."""
         self.reports: list[WorkerReport] = []
         """What each worker said after the last step that it took."""
 
@@ -177,8 +179,6 @@ class VllmEngine:
 
     def join(self) -> list[WorkerReport]:
         """Makes each worker's receiver. They reach the sender at the first step. Again: makes them anew.
-        self.ranks: tuple[int, ...] = ()
-        """Of its workers, once they were made receivers."""
 
         Raises ConfigError where the engine has not got this package, or TransportError.
         """
@@ -254,6 +254,11 @@ class VllmEngine:
 def step_all(sender: Sender, engines: Sequence[VllmEngine]) -> StepReport:
     """One step for several engines at once. Raises what the sender raises, else the first engine's TransportError."""
     taken = [engine.begin(sender.config) for engine in engines]
+
+    def absent() -> dict[int, str]:
+        return {rank: why for engine, call in zip(engines, taken, strict=True) if (why := _failure(call))
+                for rank in engine.ranks}  # fmt: skip
+
     try:
         report = sender.step(absent=absent)
     except BaseException as error:
@@ -277,17 +282,13 @@ class AsyncVllmEngine:
         config: AgentConfig | None = None,
         first_rank: int | None = 1,
         options: StepOptions | None = None,
-
-    def absent() -> dict[int, str]:
-        return {rank: why for engine, call in zip(engines, taken, strict=True) if (why := _failure(call))
-                for rank in engine.ranks}  # fmt: skip
-
         layerwise: bool = False,
     ) -> None:
         self._engine = engine
         self.options = options
         self._join = JoinRequest(config=config, first_rank=first_rank, layerwise=layerwise)
         self._joined = False
+        self._ranks: tuple[int, ...] = ()
 
     async def join(self) -> list[WorkerReport]:
         """As VllmEngine.join."""
@@ -306,12 +307,15 @@ class AsyncVllmEngine:
             timeout=options.timeout, pause=options.pause, reset_prefix_cache=options.reset_prefix_cache
         )
         taken = asyncio.ensure_future(self._call(STEP, request.model_dump_json()))
+
+        def absent() -> dict[int, str]:
+            return dict.fromkeys(self._ranks, why) if (why := _failure(taken)) else {}
+
         try:
             report = await asyncio.to_thread(sender.step, absent=absent)
         except BaseException as error:
             if why := _failure(taken):
                 error.add_note(why)
-        self._ranks: tuple[int, ...] = ()
             taken.add_done_callback(lambda future: future.cancelled() or future.exception())
             raise
         await taken
@@ -330,11 +334,13 @@ class AsyncVllmEngine:
             found = await self._engine.collective_rpc(method, None, (request,))
         except Exception as error:
             raise TransportError(f"the engine answered {method} with: {_cause(error)}") from error
-
-        def absent() -> dict[int, str]:
-            return dict.fromkeys(self._ranks, why) if (why := _failure(taken)) else {}
-
         return [WorkerReport.model_validate(report) for report in found]
+
+
+def _failure(call: Future[Any] | asyncio.Future[Any]) -> str:
+    """Why the call of an engine failed; empty: it has not, or not yet."""
+    cause = call.exception() if call.done() and not call.cancelled() else None
+    return "" if cause is None else f"the engine: {cause or type(cause).__name__}"
 
 
 def _cause(error: Exception) -> str:
@@ -345,9 +351,3 @@ def _cause(error: Exception) -> str:
             "worker_extension_cls=weightsync_agent.engines.vllm_worker.WeightSyncExtension works without plugins"
         )
     return text or type(error).__name__
-def _failure(call: Future[Any] | asyncio.Future[Any]) -> str:
-    """Why the call of an engine failed; empty: it has not, or not yet."""
-    cause = call.exception() if call.done() and not call.cancelled() else None
-    return "" if cause is None else f"the engine: {cause or type(cause).__name__}"
-
-
