@@ -15,6 +15,7 @@ import socket
 import stat
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -93,6 +94,8 @@ class AgentServer:
         self.metrics = AgentMetrics(agent.report, agent.errors)
         self._path: Path | None = None
         self._socket = self._listen(address, rank)
+        self._runner: web.AppRunner | None = None
+        _servers.add(self)
         self._loop = asyncio.new_event_loop()
         self._stepped = asyncio.Event()
         self._pid = os.getpid()
@@ -139,6 +142,21 @@ class AgentServer:
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
+    def let_go(self) -> None:
+        """In a forked child: the port, and who is connected, would wait for it beyond the server's own end.
+
+        Nothing of the event loop is touched: its epoll instance is the parent's too.
+        """
+        self._socket.close()
+        connections = self._runner.server.connections if self._runner and self._runner.server else []
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for connection in connections:
+            if connection.transport is not None:
+                # Not closed: the transport still has the number, which could be another file's by then.
+                with contextlib.suppress(OSError):
+                    os.dup2(null, connection.transport.get_extra_info("socket").fileno(), inheritable=False)
+        os.close(null)
+
     # --- the address --------------------------------------------------------------------------------------------
 
     def _listen(self, address: str, rank: int) -> socket.socket:
@@ -160,7 +178,7 @@ class AgentServer:
                 web.get("/metrics", self._metrics),
             ]
         )
-        runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.5)
+        self._runner = runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.5)
         try:
             self._loop.run_until_complete(runner.setup())
             self._loop.run_until_complete(web.SockSite(runner, self._socket).start())
@@ -245,6 +263,17 @@ class AgentServer:
     @staticmethod
     def _me(report: Report) -> AgentReport:
         return report.agents[0] if report.agents else AgentReport(rank=0)
+
+
+_servers: weakref.WeakSet[AgentServer] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    for server in list(_servers):
+        server.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def _states(report: Report) -> list[tuple[int, str, str]]:

@@ -305,6 +305,34 @@ def test_a_forked_child_that_ends_takes_nothing_of_its_parents_away(
     assert ask(group.receiving, "/healthz")[0] == 200
 
 
+def test_a_forked_child_holds_neither_the_port_nor_a_reader_beyond_its_parents_server(group: Group) -> None:
+    server = AgentServer(group.sender, "127.0.0.1:0", 0)
+    address = server.address
+    reader = http.client.HTTPConnection(address, timeout=WAIT_SECONDS)
+    reader.request("GET", "/healthz")
+    assert reader.getresponse().read() == b"ok\n"
+    stays, ends = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(ends)
+        os.read(stays, 1)  # as a worker that is forked and never executes anything
+        os._exit(0)
+    try:
+        reader.request("GET", "/healthz")  # the same connection: the parent's is untouched
+        assert reader.getresponse().read() == b"ok\n"
+        assert ask(server, "/healthz")[0] == 200
+        server.close()
+        assert reader.sock.recv(1) == b""
+        again = AgentServer(group.sender, address, 0)
+        assert ask(again, "/healthz")[0] == 200
+        again.close()
+    finally:
+        reader.close()
+        os.close(ends)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        os.close(stays)
+
+
 def test_a_socket_is_for_its_user_alone_and_goes_with_the_server(group: Group, directory: Path) -> None:
     path = directory / "rank-7.http"
     server = AgentServer(group.sender, f"unix:{directory}", 7)
