@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 from step_promises import *  # noqa: F403 - the tests of both places
-from step_promises import GPU_PLACES
+from step_promises import GPU_PLACES, next_whole_step
 from transfer import samples
 from transfer.harness import make_config, run_dir, start  # noqa: F401 - fixtures
 from weightsync_agent.errors import JoinTimeout, StepFailed
@@ -30,12 +30,6 @@ def gpu_config(make_config):  # noqa: F811
         return make_config(**({"device": "CUDA", "bucket_bytes": 65536} | changes))
 
     return make
-
-
-def change(weights: dict[str, torch.Tensor], seed: int) -> dict[str, str]:
-    for name, tensor in samples.mixed(seed, "cuda").items():
-        weights[name].copy_(tensor)
-    return samples.fingerprint(weights)
 
 
 def test_float32_masters_arrive_as_bfloat16(gpu_config, start) -> None:  # noqa: F811
@@ -82,14 +76,7 @@ def test_receiver_killed_at_a_flag_costs_a_step_and_no_hang(pause, bucket_bytes,
         assert torch.ones(1 << 20, device="cuda").sum().item() == 1 << 20
         again = start(config, 1, blank={"w": 16 << 20}, **GPU)
         again.until("started")
-        deadline = time.monotonic() + 60
-        while True:
-            assert time.monotonic() < deadline
-            try:
-                if sender.step().complete:
-                    break
-            except (StepFailed, JoinTimeout):
-                time.sleep(0.1)
+        next_whole_step(sender)
 
 
 def test_deadline_with_a_waiting_stream_frees_it_and_the_next_step_is_right(gpu_config, start) -> None:  # noqa: F811
@@ -106,13 +93,8 @@ def test_deadline_with_a_waiting_stream_frees_it_and_the_next_step_is_right(gpu_
         assert time.monotonic() - began < 8
         assert torch.ones(1 << 20, device="cuda").sum().item() == 1 << 20
         os.kill(receiver.process.pid, signal.SIGCONT)
-        want = change(weights, 3)
-        for _ in range(20):
-            try:
-                step = sender.step().step
-                break
-            except StepFailed:
-                continue
+        want = samples.change(weights, 3)
+        step = next_whole_step(sender)
         while (line := receiver.until("step"))["step"] != step:
             assert line["step"] != 2
         assert line["fingerprint"] == want
@@ -124,7 +106,7 @@ def test_engine_thread_that_allocates_and_launches_all_the_time_is_no_deadlock(g
     weights = samples.mixed(0, "cuda")
     with Sender(weights, config=config) as sender:
         for step in range(1, 31):
-            want = change(weights, step)
+            want = samples.change(weights, step)
             assert sender.step().complete
         assert receiver.until("step", 30)["fingerprint"] == want
 
@@ -156,7 +138,7 @@ def test_another_gpu_maps_the_memory_and_reads_it(mode, target, gpu_config, star
     reserved = []
     with Sender(weights, config=config, adopt=mode == "Direct") as sender:
         for step in range(1, 21):
-            want = change(weights, step)
+            want = samples.change(weights, step)
             report = sender.step()
             reserved.append(report.receivers[0].memory.reserved_after)
             assert report.complete
@@ -168,13 +150,5 @@ def test_another_gpu_maps_the_memory_and_reads_it(mode, target, gpu_config, star
             sender.step()
         again = start(config, 1, target=target, environment={"CUDA_VISIBLE_DEVICES": "1"}, **GPU)
         again.until("started")
-        deadline = time.monotonic() + 60
-        while True:
-            assert time.monotonic() < deadline
-            try:
-                want = change(weights, 99)
-                step = sender.step().step
-                break
-            except (StepFailed, JoinTimeout):
-                time.sleep(0.1)
-        assert again.until("step", step)["fingerprint"] == want
+        want = samples.change(weights, 99)
+        assert again.until("step", next_whole_step(sender))["fingerprint"] == want

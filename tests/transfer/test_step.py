@@ -20,13 +20,6 @@ def place(request: pytest.FixtureRequest) -> Place:
     return request.param
 
 
-def change(weights: dict[str, torch.Tensor], seed: int) -> dict[str, str]:
-    """Trains, so to say: new bytes in place. Gives their fingerprint."""
-    for name, tensor in samples.mixed(seed).items():
-        weights[name].copy_(tensor)
-    return samples.fingerprint(weights)
-
-
 def test_adopted_parameters_stay_the_same_objects_with_the_same_values(make_config) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 3))
     model[1].weight = model[0].weight  # tied
@@ -77,7 +70,7 @@ def test_restarted_sender_goes_on_after_the_last_step(make_config, start) -> Non
     # As a crash would: the socket goes without a goodbye.
     first._lobby.peers.clear()
     first.close()
-    want = change(weights, 9)
+    want = samples.change(weights, 9)
     with Sender(weights, config=config) as second:
         report = second.step()
         assert report.step == 3
