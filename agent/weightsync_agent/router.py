@@ -36,6 +36,9 @@ SPIN_SECONDS = 0.1
 SPINS = (os.cpu_count() or 1) >= 4
 """Whether a core can be spared for waiting: the trainer's thread does nothing else within a step."""
 
+READ_SECONDS = 1.0
+"""Longest wait of who only reads for the service thread, whose turns take microseconds where no receiver joins."""
+
 MAX_TAKEN = 4096
 """Messages taken in at once: who floods the socket can't hold a step beyond its deadline."""
 
@@ -53,6 +56,8 @@ class Router:
 
     def __init__(self, config: AgentConfig, errors: Counter[str]) -> None:
         self.lock = threading.RLock()
+        self.stepping = False
+        """Whether a step has `lock`, or waits for it."""
         self.closed = False
         self.lobby: Lobby
         self._name = f"{config.namespace}/{config.name}"
@@ -91,6 +96,14 @@ class Router:
         """After a step: takes in who came within it. `step`: the last one's number, which receivers are told."""
         self._last_step = step
         self.lobby.catch_up(step)
+
+    def pause(self) -> bool:
+        """Takes `lock`, which the caller then releases, unless a step is at work: readers never wait for one."""
+        deadline = Deadline(READ_SECONDS)
+        while not self.lock.acquire(timeout=0.01):
+            if self.stepping or deadline.passed:
+                return False
+        return True
 
     def await_receivers(self, timeout: float, absent: Absent) -> bool:
         """Until no expected receiver may still join: each has, or was refused for good, or is one of `absent`.

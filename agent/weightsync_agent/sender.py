@@ -11,6 +11,7 @@ import secrets
 import time
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, Self
@@ -21,7 +22,7 @@ from weightsync_api.reports import AgentState, Report, StepReport
 from weightsync_api.v1alpha1.spec import TransferMode, Transport
 
 from . import protocol
-from .addresses import Addresses
+from .addresses import Addresses, Moved
 from .adopt import adopt as adopt_tensors
 from .carrier import Carrier
 from .deadline import Deadline
@@ -38,6 +39,7 @@ from .lobby import Lobby
 from .memory import meter_for
 from .names import NameRules
 from .peers import Peer
+from .relocation import Relocation
 from .router import Absent, Router
 from .send_channel import StepChannel
 from .sources.gatherer import Gatherer
@@ -126,9 +128,10 @@ class Sender:
                 collective_address=config.collective_address,
                 arena=self._arena,
                 gather=None if self._gatherer.plain else self._gatherer.gather,
+                computed=self._gatherer.computed,
             ),
         )
-        self._addresses = Addresses(self._gatherer.names, tensors) if self._gatherer.plain else Addresses((), ())
+        self._addresses = Addresses(self._gatherer, self._arena.tensor() if self._arena is not None else None)
         transport = self._transport
         self._meter = meter_for(self.device, lambda: transport.owned_bytes)
         try:
@@ -140,6 +143,9 @@ class Sender:
         self._lobby = lobby
         self._carrier = Carrier(
             config, self.manifest, self._transport, self._addresses, self._meter, self._router, self.errors
+        )
+        self._relocation = Relocation(
+            self._addresses, self._gatherer.names, transport, lobby, self._router, config.join_timeout_seconds
         )
         self._publisher = Publisher(self._log, self.identity, self._transport, lobby.peers)
         self._publisher.publish()
@@ -199,8 +205,8 @@ class Sender:
         Raises:
             JoinTimeout: no receiver is there; the sentence has each one's reason. Where none can join, at once.
             StepFailed: a receiver that was there did not acknowledge. Its `report` has the causes.
-            ConfigError: a tensor is not where it was, or as large as it was, when the Sender was made. The sentence
-                says whether nothing was sent, or the step was broken off.
+            ConfigError: a tensor is not as it was when the Sender was made: its shape, dtype, device, or what it is
+                tied to. The sentence says whether nothing was sent, or the step was broken off.
             Closed: this sender was closed, or is that of the process that this one was forked from.
         """
         if os.getpid() != self._pid:
@@ -209,26 +215,50 @@ class Sender:
             self._gatherer.follow()
             return StepReport(step=0, started_at=datetime.now(UTC), duration_microseconds=0, bytes=0, complete=True)
         try:
+            self._router.stepping = True
             with self._router.lock:
                 return self._lead(absent)
         finally:
+            self._router.stepping = False
             self._gatherer.conclude()  # whatever became of the step, the trainer's other ranks go on
 
     def _lead(self, absent: Absent) -> StepReport:
-        router, carrier = self._router, self._carrier
-        if router.closed:
+        if self._router.closed:
             raise Closed("this sender is closed")
-        if not carrier.checks_late:
-            self._addresses.check("nothing was sent")
+        if not self._carrier.checks_late:
+            try:
+                self._addresses.check("nothing was sent")
+            except Moved as moved:
+                self._relocation.follow(moved.indices)
         members = self._members(absent)
-        self._step = max(self._step, *(peer.step for peer in members)) + 1
         deadline = Deadline(self.config.step_timeout_seconds)
-        channel = StepChannel(self._step, members, deadline, router.post, router.poll)
         started_at, began = datetime.now(UTC), time.perf_counter()
+        while (report := self._attempt(members, deadline, started_at, began)) is None:
+            members = self._members(absent)
+        return report
+
+    def _attempt(
+        self, members: list[Peer], deadline: Deadline, started_at: datetime, began: float
+    ) -> StepReport | None:
+        """A step to these receivers. None: tensors were found moved within it, so it is to come once more, whole."""
+        router, carrier = self._router, self._carrier
+        self._step = max(self._step, *(peer.step for peer in members)) + 1
+        channel = StepChannel(self._step, members, deadline, router.post, router.poll)
         router.begin_step(channel)
         unforeseen: BaseException | None = None
+        moved: Sequence[int] = ()
         try:
             carrier.carry(channel)
+        except Moved as found:
+            # What receivers have copied by now are old bytes: nothing of it was committed.
+            if router.closed:
+                pass
+            elif deadline.passed:
+                told = f"step {channel.step}: tensors moved again and again for {deadline.seconds:.3g} s"
+                carrier.break_off(channel, StepTimeout(f"{told}: let nothing move them while step() runs"))
+            else:
+                moved = found.indices
+                carrier.drop(channel, f"step {channel.step} comes again: tensors had moved")
         except (TransportError, StepTimeout) as error:
             if not router.closed:
                 carrier.break_off(channel, error)
@@ -244,6 +274,10 @@ class Sender:
             raise Closed(f"this sender was closed within step {channel.step}") from unforeseen
         duration = time.perf_counter() - began
         router.catch_up(self._step)
+        if moved:
+            self._part(channel)
+            self._relocation.follow(moved)
+            return None
         try:
             report = self._conclude(channel, started_at, duration)
         except StepFailed as failure:
@@ -282,12 +316,10 @@ class Sender:
             peer.verified_once |= ack.verified
         # A receiver that failed has left the group, also where that was after the last broadcast.
         self._transport.needs_regroup |= self._transport.collective and bool(channel.failed)
-        for rank, failure in channel.failed.items():
-            self.errors["lost" if failure.state == AgentState.LOST else "receiver"] += 1
-            if failure.state == AgentState.LOST:
-                self._lobby.forget(channel.members[rank])
-        for peer in channel.absent:
-            self._lobby.lost(peer)
+        for failure in channel.failed.values():
+            if failure.state != AgentState.LOST:
+                self.errors["receiver"] += 1
+        self._part(channel)
         parts = channel.acks | channel.failed
         report = StepReport(
             step=channel.step,
@@ -309,11 +341,20 @@ class Sender:
             )
         return report
 
+    def _part(self, channel: StepChannel) -> None:
+        """With those that the step found gone."""
+        for rank, failure in channel.failed.items():
+            if failure.state == AgentState.LOST:
+                self.errors["lost"] += 1
+                self._lobby.forget(channel.members[rank])
+        for peer in channel.absent:
+            self._lobby.lost(peer)
+
     # --- reports ------------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
         """The kept steps and the agents as they are now. Never waits for a step; any thread."""
-        if self._gatherer.leads and self._publisher.behind and self._router.lock.acquire(blocking=False):
+        if self._gatherer.leads and self._publisher.behind and self._router.pause():
             try:
                 self._publisher.catch_up()
             finally:
