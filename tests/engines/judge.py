@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from streamed import Streamed
 
 EQUAL = 1e-3
 """Logits that differ by less are one: either may be the largest in another engine's float32."""
@@ -57,3 +58,16 @@ def chosen(judging: Any, prompt: list[int], made: list[int]) -> list[bool]:
 def own_tokens(judging: Any, prompt: list[int], made: list[int]) -> int:
     """How many of the first tokens are the judge's own choices."""
     return [*chosen(judging, prompt, made), False].index(False)
+
+
+def read_on(request: Streamed, judging: Any, prompt: list[int]) -> tuple[list[int], int]:
+    """Reads a request until it clearly says what the judge would not, or ends: what it said, and how much of it the
+    judge would have said too.
+    """
+    made, runs = request.tokens, True
+    own = len(made)
+    while runs and own > len(made) - 16:
+        runs = request.until(2 * len(made))
+        made = request.tokens
+        own = own_tokens(judging, prompt, made)
+    return made, own

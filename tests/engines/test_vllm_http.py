@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import vllm_models
-from judge import chosen, fresh_tokens, judge, own_tokens
+from judge import chosen, fresh_tokens, judge, read_on
 from vllm_common import LONG, PROMPTS, SHORT, agent_config
 from vllm_server import VllmServer
 from weightsync_agent.engines.vllm import StepOptions, VllmEngine
@@ -145,7 +145,7 @@ def test_without_a_cache_reset_a_long_prompt_keeps_the_old_weights_keys(server: 
 ENDLESS = 8000
 """Tokens: seconds of work for the fastest machine, and a step's pause comes in a few of its milliseconds."""
 SEEDS = range(2, 7)
-"""An attempt each. A request that had ended before the step came, as a machine may stand still, tells nothing."""
+"""An attempt each: a request that had ended before the step came, as a process may stand still, tells nothing."""
 
 
 def test_a_kept_request_goes_on_with_the_new_weights(server: VllmServer) -> None:
@@ -156,12 +156,7 @@ def test_a_kept_request_goes_on_with_the_new_weights(server: VllmServer) -> None
             trainer.put(seed)
             with server.stream(SHORT, ENDLESS) as request:
                 assert trainer.engine.step(trainer.sender).complete
-                made, runs = request.tokens, True
-                kept = len(made)
-                while runs and kept > len(made) - 16:
-                    runs = request.until(2 * len(made))
-                    made = request.tokens
-                    kept = own_tokens(old, SHORT, made)
+                made, kept = read_on(request, old, SHORT)
             if kept < len(made):
                 break
         assert 0 < kept < len(made), "no step came while the request ran"
