@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from weightsync_api.reports import Report
@@ -30,7 +31,7 @@ from .pod_events import PodEvents
 from .pod_status import observe_agents
 from .readers import ChildId, Reader, Stored
 from .reports_client import ReportsClient, ReportUnavailableError
-from .resource_tree import read_resource, status_tree
+from .resource_tree import UnreadableError, read_resource, read_status, status_tree, unreadable_status
 from .rolling import outdated
 
 log = logging.getLogger("weightsync.cluster")
@@ -104,8 +105,11 @@ class ClusterPlatform:
         return read_resource(tree)
 
     async def observe(self, key: Key) -> Observed:
-        """Raises ApiError, UnreadableError."""
-        ws = await self.resource(key)
+        """Raises ApiError."""
+        try:
+            ws = await self.resource(key)
+        except UnreadableError as error:
+            return Observed(None, unreadable=await self._tell_unreadable(error))
         if ws is None:
             return Observed(None)
         planned = plan(ws, self.defaults(ws))
@@ -156,11 +160,24 @@ class ClusterPlatform:
 
     async def write_status(self, ws: WeightSync, status: WeightSyncStatus) -> None:
         """Raises ApiError. A WeightSync that is gone, or is another one by now, has no status to write."""
+        meta = ws.metadata
+        await self._write_status(meta.namespace, meta.name, meta.uid, status_tree(status))
+
+    async def _tell_unreadable(self, error: UnreadableError) -> WeightSyncStatus:
+        """Writes it into the status, once. Gives that."""
+        meta = error.tree["metadata"]
+        status = unreadable_status(error.tree, error.problem, datetime.now(UTC))
+        if status != error.tree.get("status"):
+            log.warning("%s", error)
+            await self._write_status(meta["namespace"], meta["name"], meta["uid"], status)
+        return read_status({**error.tree, "status": status}) or WeightSyncStatus()
+
+    async def _write_status(self, namespace: str, name: str, uid: str, status: Tree) -> None:
         body = {
             "apiVersion": API_VERSION,
             "kind": KIND,
-            "metadata": {"namespace": ws.metadata.namespace, "name": ws.metadata.name, "uid": ws.metadata.uid},
-            "status": status_tree(status),
+            "metadata": {"namespace": namespace, "name": name, "uid": uid},
+            "status": status,
         }
         try:
             self._reader.wrote(await self._api.apply(body, "status"))

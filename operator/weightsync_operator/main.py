@@ -103,8 +103,8 @@ class Operator:
             self._metrics.passed("failed", seconds)
             return
         if done.resource is None:
-            self._metrics.passed("gone", seconds)
-            self._metrics.know(key, None)
+            self._metrics.passed("failed" if done.status else "gone", seconds)
+            self._metrics.know(key, done.status)
             return
         self._metrics.passed("written" if done.written else "unchanged", seconds)
         self._metrics.know(key, done.status)

@@ -49,6 +49,8 @@ class Observed:
     problems: tuple[Problem, ...] = ()
     beyond_restricted: tuple[str, ...] | None = None
     """Fields of the pods that the Pod Security level restricted refuses; None: the platform has no pods."""
+    unreadable: WeightSyncStatus | None = None
+    """The status of a WeightSync that is there and can't be read, and which says so; `resource` is None then too."""
 
 
 class ReportRefusedError(Exception):

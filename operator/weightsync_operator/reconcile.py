@@ -37,7 +37,7 @@ class Pass:
     """What a pass came to."""
 
     resource: WeightSync | None
-    """None: the WeightSync is gone, and what belonged to it is deleted."""
+    """None: the WeightSync is gone, and what belonged to it is deleted; or, with a status, it can't be read."""
     status: WeightSyncStatus | None
     written: bool
     """Whether the status was stored: only when it differs, and not more often than the platform's limit."""
@@ -102,6 +102,8 @@ class Reconciler:
         """One pass. Raises what the platform raises: the caller backs off and comes again."""
         observed = await self._platform.observe(key)
         ws = observed.resource
+        if ws is None and observed.unreadable is not None:
+            return Pass(None, observed.unreadable, False, None)
         if ws is None:
             await self._platform.delete(key)
             self._memories.pop(key, None)

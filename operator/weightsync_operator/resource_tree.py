@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib.metadata import version
 from typing import Any
 
 from pydantic import ValidationError
 from weightsync_api.v1alpha1 import ConditionType, WeightSync, WeightSyncStatus
+
+from .platform import Problem
+from .text import listed
 
 log = logging.getLogger("weightsync.cluster")
 
@@ -15,7 +20,15 @@ Tree = dict[str, Any]
 
 
 class UnreadableError(Exception):
-    """The API server's WeightSync is none that this operator knows: its CRD is of another version."""
+    """The API server's WeightSync is none that this operator knows: its CRD is of another version.
+
+    `tree`: as the API server holds it. `problem`: why, and what to do.
+    """
+
+    def __init__(self, tree: Mapping[str, Any], problem: Problem) -> None:
+        super().__init__(f"{tree['metadata'].get('namespace')}/{tree['metadata'].get('name')}: {problem.message}")
+        self.tree = tree
+        self.problem = problem
 
 
 def read_resource(tree: Mapping[str, Any]) -> WeightSync:
@@ -23,25 +36,77 @@ def read_resource(tree: Mapping[str, Any]) -> WeightSync:
 
     Raises UnreadableError.
     """
-    meta = tree["metadata"]
     plain = {name: value for name, value in tree.items() if name != "status"}
     try:
         ws = WeightSync.model_validate(plain)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise UnreadableError(
-            f"{meta.get('namespace')}/{meta.get('name')}: {where}: {first['msg']}: the CustomResourceDefinition and "
-            "the operator are of different versions"
-        ) from None
-    if tree.get("status"):
-        try:
-            status = WeightSyncStatus.model_validate(tree["status"])
-        except ValidationError as error:
-            log.warning("%s/%s: its status is written anew: %s", meta.get("namespace"), meta.get("name"), error)
-        else:
-            ws = ws.model_copy(update={"status": _in_order(status)})
-    return ws
+        raise UnreadableError(tree, _problem(error)) from None
+    return ws.model_copy(update={"status": read_status(tree)})
+
+
+def read_status(tree: Mapping[str, Any]) -> WeightSyncStatus | None:
+    """None: it has none, or none that can be read. Conditions that only a later operator knows are passed over."""
+    found = tree.get("status")
+    if not found:
+        return None
+    kinds = set(ConditionType)
+    known = [c for c in found.get("conditions") or () if c.get("type") in kinds]
+    try:
+        return _in_order(WeightSyncStatus.model_validate({**found, "conditions": known}))
+    except ValidationError as error:
+        meta = tree["metadata"]
+        log.warning("%s/%s: its status is written anew: %s", meta.get("namespace"), meta.get("name"), error)
+        return None
+
+
+def unreadable_status(tree: Mapping[str, Any], problem: Problem, now: datetime) -> Tree:
+    """The status of a WeightSync that can't be read: Ready and Progressing tell the problem, and all else stays as it
+    is, also what only a later operator knows.
+    """
+    status: Tree = dict(tree.get("status") or {})
+    conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}
+    for kind in (ConditionType.READY.value, ConditionType.PROGRESSING.value):
+        old = conditions.get(kind) or {}
+        stamp = now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        conditions[kind] = {
+            "type": kind,
+            "status": "False",
+            "reason": problem.reason,
+            "message": problem.message,
+            "lastTransitionTime": old["lastTransitionTime"] if old.get("status") == "False" else stamp,
+            "observedGeneration": tree["metadata"].get("generation", 0),
+        }
+    status["conditions"] = list(conditions.values())
+    summary: Tree = dict(status.get("summary") or {})
+    if summary.get("status") != "Complete":  # by which a sender that finished is known later
+        summary["status"] = "Degraded"
+    return {**status, "summary": summary}
+
+
+def _problem(error: ValidationError) -> Problem:
+    us = f"weightsync-operator {version('weightsync')}"
+    after = (
+        "Until then nothing is made or changed, what runs goes on, and the rest of this status is the last known one"
+    )
+    told, strange = [], []
+    for found in error.errors(include_url=False):
+        where = ".".join(str(part) for part in found["loc"])
+        told.append(f"{where}: {found['msg']}")
+        if found["type"] == "extra_forbidden":
+            strange.append(f"{where}: {us} does not know this field")
+        elif found["type"] in ("enum", "literal_error"):
+            strange.append(f"{where}: {us} does not know the value {str(found['input'])[:64]!r}")
+    if strange:
+        return Problem(
+            "UnreadableSpec",
+            f"{listed(strange)}; it is older than the CustomResourceDefinition: upgrade the operator, or take this out "
+            f"of the spec. {after}",
+        )
+    return Problem(
+        "UnreadableSpec",
+        f"{listed(told)}; {us} and the CustomResourceDefinition are of different versions: bring both to the same one. "
+        f"{after}",
+    )
 
 
 def status_tree(status: WeightSyncStatus) -> Tree:

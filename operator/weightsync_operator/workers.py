@@ -114,11 +114,14 @@ class Workers:
                     await asyncio.sleep(delay)
                     continue
                 backoff = FIRST_BACKOFF
-                if done.resource is None:
-                    if worker.woken.is_set():
-                        continue  # made anew meanwhile
+                if done.resource is not None:
+                    self._follow(key, worker, done.resource)
+                elif done.status is not None:
+                    self._unfollow(worker)  # its spec can't be read: only a change can help, and wakes this
+                elif not worker.woken.is_set():
                     return
-                self._follow(key, worker, done.resource)
+                else:
+                    continue  # made anew meanwhile
                 due = self._resync * random.uniform(0.75, 1)
                 if done.again_after is not None:
                     due = min(due, done.again_after)
@@ -155,6 +158,12 @@ class Workers:
             await self._observer(key, done, time.monotonic() - began)
             return done
 
+    @staticmethod
+    def _unfollow(worker: _Worker) -> None:
+        if worker.follow is not None:
+            worker.follow.cancel()
+            worker.follow = None
+
     def _follow(self, key: Key, worker: _Worker, ws: WeightSync) -> None:
         """Follows the reports of this WeightSync; anew where the spec changed or the sender had finished."""
         wanted = (ws.metadata.uid, ws.metadata.generation)
@@ -164,9 +173,7 @@ class Workers:
             if error is not None:
                 log.error("%s: following its reports failed", key, exc_info=error)
         if ws.spec.suspend:
-            if worker.follow is not None:
-                worker.follow.cancel()
-                worker.follow = None
+            self._unfollow(worker)
             return
         if running and worker.followed == wanted:
             return

@@ -20,7 +20,7 @@ JUDGES = {"true", "false", "unknown", "Problem"}
 
 def given() -> set[str]:
     """The first text of every verdict and problem; of `f"Receiver{state}"` one for each state."""
-    files = ("conditions.py", "pods.py", "pod_templates.py", "pod_network.py", "cluster.py")
+    files = ("conditions.py", "pods.py", "pod_templates.py", "pod_network.py", "cluster.py", "resource_tree.py")
     found = {reason for name in files for reason in reasons(OPERATOR / name)}
     found.remove("Receiver")
     return found | {f"Receiver{state.value}" for state in AgentState if state != AgentState.SYNCED}
