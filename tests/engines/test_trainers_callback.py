@@ -267,8 +267,8 @@ def test_a_rollout_waits_for_an_engine_that_is_not_ready_and_ends_in_time(
 ) -> None:
     engine = tiny.model(2)
     with serving(ModelTarget(engine), engine, make_config()) as url:
-        with pytest.raises(StepTimeout, match=r"no engine gave a rollout within 1 s; the last: .* 503 .*not_ready"):
-            EngineRollout(url, timeout=1).complete([[7]], {"max_tokens": 4})
+        with pytest.raises(StepTimeout, match=r"no engine gave a rollout within 5 s; the last: .* 503 .*not_ready"):
+            EngineRollout(url, timeout=5).complete([[7]], {"max_tokens": 4})
         with pytest.raises(TransportError, match=r"refused the rollout: 400 .*beyond the model's vocabulary"):
             EngineRollout(url, timeout=60).complete([[9999]], {"max_tokens": 4})
     with pytest.raises(StepTimeout, match=r"refused|reset|closed"):

@@ -16,7 +16,7 @@ import yaml
 from local_runs import LocalRun, alive, manifest, wait_gone
 from weightsync_api.v1alpha1 import StepStatus, WeightSync
 
-END_SECONDS = 15.0
+END_SECONDS = 45.0
 """Ctrl-C takes up to 5 s: 3 s from SIGTERM to SIGKILL, and a moment. The rest is for a machine that has other work."""
 
 

@@ -102,7 +102,7 @@ class EngineRollout:
 
     def _ask(self, place: int, body: dict[str, Any], deadline: Deadline) -> list[_Choice]:
         """Tries one engine after the other while they are not ready or not there."""
-        last = "no engine was asked"
+        last = ""
         while not deadline.passed:
             url = f"{self.urls[place % len(self.urls)]}/v1/completions"
             try:
@@ -116,12 +116,13 @@ class EngineRollout:
                     raise TransportError(f"{url} refused the rollout: {error.code} {said}") from None
                 last = f"{url}: {error.code} {said}"
             except OSError as error:
-                last = f"{url}: {error}"
+                if not last or not deadline.passed:  # cut short by the deadline it says nothing
+                    last = f"{url}: {error}"
             except ValidationError as error:
                 raise TransportError(f"{url} is no engine with token ids and logprobs: {error}") from None
             place += 1
             time.sleep(min(RETRY_SECONDS, max(0.0, deadline.remaining)))
-        raise StepTimeout(f"no engine gave a rollout within {self._timeout:g} s; the last: {last}")
+        raise StepTimeout(f"no engine gave a rollout within {self._timeout:g} s; the last: {last or 'none was asked'}")
 
 
 def _post(url: str, body: dict[str, Any], timeout: float) -> _Completion:
