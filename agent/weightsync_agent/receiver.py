@@ -135,6 +135,13 @@ class Receiver:
         return bool(self._put_back) or (not self._socket.closed and _readable(self._socket))
 
     @property
+    def descriptors(self) -> tuple[int, int]:
+        """Readable when something came: for another thread to wait on, which reads nothing. Edge-triggered (ZMQ_FD), so
+        only what comes after a `look` that gave False is certain to show.
+        """
+        return self._socket.getsockopt(zmq.FD), self._monitor.getsockopt(zmq.FD)  # type: ignore[return-value]
+
+    @property
     def step(self) -> int:
         """The last step that it holds whole; 0: none yet."""
         return self._step
@@ -203,6 +210,30 @@ class Receiver:
             step = self._advance(deadline.earlier(1.0))
             if step is not None or deadline.passed:
                 return step
+
+    def look(self) -> bool:
+        """Whether a step has begun, which `wait` then takes in. Everything else that came is taken in, joining above
+        all; no weights move. Raises what `poll` does.
+        """
+        while (message := self._take(0)) is not None or _readable(self._monitor):
+            if message is not None and self._opens_step(message):
+                self._put_back.appendleft(message)
+                return True
+            if message is not None:
+                self._handle(message)
+        if self._failure is not None:
+            raise self._failure
+        if self._owes_hello and time.monotonic() >= self._hello_after:
+            self._say_hello()
+        return False
+
+    def _opens_step(self, message: protocol.FromSender) -> bool:
+        transport = self._transport
+        if isinstance(message, protocol.Regroup):
+            return transport is not None  # its group is made by all of an engine's workers at once
+        if not isinstance(message, protocol.Begin) or transport is None:
+            return False
+        return message.manifest_hash == transport.manifest.hash and message.step > self._begun
 
     def _mark(self) -> None:
         """The engine has stopped here: what it queued so far reads the old weights, and is let finish."""

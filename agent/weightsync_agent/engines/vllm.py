@@ -27,7 +27,7 @@ from weightsync_api.reports import StepReport
 from ..errors import ConfigError, TransportError
 from ..sender import Sender
 from .vllm_core import CoreStepRequest, Pause
-from .vllm_worker import CLOSE, JOIN, STATE, STEP, JoinRequest, StepRequest, WorkerReport
+from .vllm_worker import CLOSE, JOIN, LOOK, STATE, STEP, JoinRequest, LookReport, StepRequest, WorkerReport, checked
 
 ANSWER_SECONDS = 120.0
 """How long an engine may take beyond a step: draining, the proof at the first step, its own reload."""
@@ -84,28 +84,37 @@ class HttpEngine:
 
     def post(self, path: str, body: object | None = None, timeout: float | None = None) -> Any:
         """Raises TransportError with what the server said."""
-        data = b"" if body is None else json.dumps(body).encode()
+        status, text = self._exchange("POST", path, b"" if body is None else json.dumps(body).encode(), timeout)
+        if status == 404:
+            raise ConfigError(f"{self.url} has no {path}: start it with VLLM_SERVER_DEV_MODE=1")
+        if status >= 400:
+            raise TransportError(f"{self.url}{path}: {status} {text[:2000].decode(errors='replace')}")
+        return json.loads(text) if text.strip() else None
+
+    def get(self, path: str, timeout: float) -> int:
+        """The answer's HTTP status. Raises TransportError where there is no answer."""
+        return self._exchange("GET", path, b"", timeout)[0]
+
+    def _exchange(self, method: str, path: str, data: bytes, timeout: float | None) -> tuple[int, bytes]:
         with self._lock:
             for fresh in (False, True):
                 connection = self._open(timeout or self._timeout, fresh)
                 try:
-                    connection.request("POST", self._prefix + path, data, {"Content-Type": "application/json"})
+                    connection.request(method, self._prefix + path, data, {"Content-Type": "application/json"})
                     answer = connection.getresponse()
-                    text = answer.read()
-                    break
+                    return answer.status, answer.read()
                 except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError) as error:
                     # A kept connection that the server closed meanwhile: the request was not taken.
                     self._drop()
                     if fresh:
                         raise TransportError(f"{self.url}{path}: {error}") from None
-                except OSError as error:
+                except (OSError, http.client.HTTPException) as error:
                     self._drop()
                     raise TransportError(f"{self.url}{path}: {error or type(error).__name__}") from None
-        if answer.status == 404:
-            raise ConfigError(f"{self.url} has no {path}: start it with VLLM_SERVER_DEV_MODE=1")
-        if answer.status >= 400:
-            raise TransportError(f"{self.url}{path}: {answer.status} {text[:2000].decode(errors='replace')}")
-        return json.loads(text) if text.strip() else None
+                except BaseException:  # this process was asked to end: half an exchange is of no use
+                    self._drop()
+                    raise
+        raise AssertionError("the second attempt answers or raises")
 
     def _open(self, timeout: float, fresh: bool) -> http.client.HTTPConnection:
         if fresh:
@@ -144,11 +153,12 @@ class VllmEngine:
     """One vLLM engine, as the trainer drives it.
 
     Args:
-        engine: a `vllm.LLM`, or the URL of a server.
+        engine: a `vllm.LLM`, an `HttpEngine`, or the URL of a server.
         config: what its workers join with; None: the file that WEIGHTSYNC_CONFIG names in their own processes.
         first_rank: the rank of its first worker; a tensor-parallel engine takes one rank a worker from here on.
         options: pause and cache; None: as spec.receivers.engine of the sender's WeightSync says.
         layerwise: go through the engine's loaders even where a plan is possible.
+        doorbell: the name of a Bell that its workers ring when something comes for them (see doorbell.py).
     """
 
     def __init__(
@@ -159,10 +169,11 @@ class VllmEngine:
         first_rank: int | None = 1,
         options: StepOptions | None = None,
         layerwise: bool = False,
+        doorbell: str = "",
     ) -> None:
         self._engine: Any = HttpEngine(engine) if isinstance(engine, str) else engine
         self.options = options
-        self._join = JoinRequest(config=config, first_rank=first_rank, layerwise=layerwise)
+        self._join = JoinRequest(config=config, first_rank=first_rank, layerwise=layerwise, doorbell=doorbell)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weightsync-vllm")
         self._joined = False
         self._core = True
@@ -204,6 +215,15 @@ class VllmEngine:
             self.join()
         return self._pool.submit(self._take, self._options(config))
 
+    def look(self) -> list[LookReport]:
+        """Whether a step has begun, and what else each worker says; goes on with joining. Raises TransportError."""
+        return [LookReport.model_validate(report) for report in self._rpc(LOOK, "{}", None)]
+
+    def take(self) -> list[WorkerReport]:
+        """Takes the next step, in this thread: for whoever does not drive the sender. Raises TransportError."""
+        self.reports = self._take(self._options(None))
+        return self.reports
+
     def _options(self, config: AgentConfig | None) -> StepOptions:
         config = config or self._join.config
         return self.options or (StepOptions.of(config) if config else StepOptions())
@@ -234,20 +254,22 @@ class VllmEngine:
         return self._call(STATE, "{}", 30.0)
 
     def _call(self, method: str, request: str, timeout: float | None) -> list[WorkerReport]:
+        return [WorkerReport.model_validate(report) for report in self._rpc(method, request, timeout)]
+
+    def _rpc(self, method: str, request: str, timeout: float | None) -> list[Any]:
         try:
-            found = self._engine.collective_rpc(method, timeout, (request,))
+            return checked(self._engine.collective_rpc(method, timeout, (request,)))
         except (ConfigError, TransportError):
             raise
         except Exception as error:
             raise TransportError(f"the engine answered {method} with: {_cause(error)}") from error
-        return [WorkerReport.model_validate(report) for report in found]
 
-    def close(self) -> None:
+    def close(self, timeout: float = 10.0) -> None:
         """The workers leave their sender and keep their weights. Never raises for an engine that is gone."""
         if self._joined:
             self._joined = False
             with contextlib.suppress(ConfigError, TransportError):
-                self._call(CLOSE, "{}", 10.0)
+                self._call(CLOSE, "{}", timeout)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -331,7 +353,7 @@ class AsyncVllmEngine:
 
     async def _call(self, method: str, request: str) -> list[WorkerReport]:
         try:
-            found = await self._engine.collective_rpc(method, None, (request,))
+            found = checked(await self._engine.collective_rpc(method, None, (request,)))
         except Exception as error:
             raise TransportError(f"the engine answered {method} with: {_cause(error)}") from error
         return [WorkerReport.model_validate(report) for report in found]

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import ConfigError
 from . import vllm_versions as vllm
-from .vllm_worker import CLOSE, JOIN, STATE, STEP, StepRequest, sync_in
+from .vllm_worker import METHODS, STATE, STEP, StepRequest, checked, sync_in
 
 log = logging.getLogger("weightsync.vllm")
 
@@ -53,11 +53,12 @@ def install() -> None:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if method not in (JOIN, STEP, STATE, CLOSE) or not isinstance(method, str):
+        if not isinstance(method, str) or method not in METHODS:
             return original(self, method, timeout, args, kwargs)
         request = str((kwargs or {}).get("request", args[0] if args else "{}"))
         if method != STEP:
-            return [{**report, "core": True} for report in original(self, sync_in, timeout, (method, request))]
+            reports = checked(original(self, sync_in, timeout, (method, request)))
+            return [{**report, "core": True} for report in reports]
         return CoreStep(self, original, timeout).run(request)
 
     collective_rpc._weightsync = True  # type: ignore[attr-defined]
@@ -107,7 +108,7 @@ class CoreStep:
         core = self._core
         workers = StepRequest(timeout=request.timeout).model_dump_json()
         try:
-            reports = self._call(core, sync_in, self._timeout, (STEP, workers))
+            reports = checked(self._call(core, sync_in, self._timeout, (STEP, workers)))
         except Exception as error:
             self._after_failure(held, error)
             raise
@@ -122,7 +123,7 @@ class CoreStep:
         """Generation goes on where every worker still holds whole weights, and waits otherwise."""
         core = self._core
         try:
-            states = self._call(core, sync_in, self._timeout, (STATE, "{}"))
+            states = checked(self._call(core, sync_in, self._timeout, (STATE, "{}")))
             # One at the new step and one at the old are two policies.
             mixed = not all(report["whole"] for report in states) or len({report["step"] for report in states}) > 1
         except Exception:

@@ -1,4 +1,4 @@
-"""In each vLLM worker: the receiver of this rank, driven by the engine core's calls. No thread of its own.
+"""In each vLLM worker: the receiver of this rank, driven by the engine core's calls. No other thread moves weights.
 
 `sync_in(worker, ...)` is what the engine core sends to every worker; `WeightSyncExtension` is the same as a
 `worker_extension_cls`, for engines in which the plugin can't run.
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from weightsync_api.agent_config import ENV_RANK, AgentConfig
+from weightsync_api.reports import Report
 
 from ..deadline import Deadline
 from ..digest import tensor_digests
@@ -24,6 +25,7 @@ from ..http import AgentServer
 from ..identity import load_config
 from ..receiver import Receiver
 from . import vllm_versions as vllm
+from .doorbell import Doorbell
 from .vllm_model import VllmModel
 from .vllm_target import VllmTarget
 
@@ -43,6 +45,7 @@ class JoinRequest(BaseModel):
     )
     timeout: float = Field(default=0.0, ge=0, description="Seconds to wait for the sender now; 0: at the first step.")
     layerwise: bool = Field(default=False, description="Go through the engine's loaders even where a plan is possible.")
+    doorbell: str = Field(default="", max_length=64, description="Where to ring when something comes; empty: nowhere.")
 
 
 class StepRequest(BaseModel):
@@ -69,7 +72,17 @@ class WorkerReport(BaseModel):
     seconds: float = Field(default=0.0, description="What the step took in this worker, proof included.")
     reserved_bytes: int = Field(default=0, description="The worker's reserved memory, of a GPU's allocator.")
     core: bool = Field(default=False, description="The engine core pauses, resets and resumes by itself.")
+    error: str = Field(default="", description="Why the call failed in this worker; empty: it did not.")
     version: str = ""
+
+
+class LookReport(WorkerReport):
+    """What a worker says when it is asked whether a step has begun."""
+
+    begun: bool = Field(default=False, description="A step waits to be taken.")
+    left: bool = Field(default=False, description="Its sender said goodbye since the last look.")
+    report: Report | None = Field(default=None, description="As its receiver reports itself; none: it has not joined.")
+    errors: dict[str, int] = Field(default_factory=dict, description="Its receiver's errors by kind.")
 
 
 class WorkerSync:
@@ -91,6 +104,7 @@ class WorkerSync:
         self._receiver: Receiver | None = None
         self._target: VllmTarget | None = None
         self._server: AgentServer | None = None
+        self._doorbell: Doorbell | None = None
         self._seconds = 0.0
         self._mixed = False
 
@@ -121,9 +135,30 @@ class WorkerSync:
         if config.curve_dir and not Path(config.curve_dir).is_dir():
             raise ConfigError(f"the keys' directory {config.curve_dir} is not there in the process of rank {rank}")
         receiver = Receiver(self._target, config=config, rank=rank, device=self._device)
+        if self._request.doorbell:
+            self._doorbell = Doorbell(receiver.descriptors, self._request.doorbell)
         if config.http and self._request.config is None:
             self._server = AgentServer(receiver, _shifted(config.http, self._index), rank)
         return receiver
+
+    def look(self) -> LookReport:
+        """Goes on with joining, and says whether a step has begun. No weights move, and nothing is waited for but a
+        sender that is joined. Rings the doorbell for what comes later."""
+        receiver, begun, left = self._receiver, False, False
+        if receiver is None:
+            return LookReport.model_validate(self.report().model_dump())
+        try:
+            begun = receiver.look()
+        except Closed as goodbye:
+            log.info("rank %d: %s; it waits for the next sender", receiver.identity.rank, goodbye)
+            left = True
+        except WeightSyncError as refusal:  # which its state tells
+            log.error("rank %d: %s", receiver.identity.rank, refusal)
+        if self._doorbell is not None and not begun:
+            self._doorbell.arm()
+        return LookReport(
+            **self.report().model_dump(), begun=begun, left=left, report=receiver.report(), errors=dict(receiver.errors)
+        )
 
     # --- a step -------------------------------------------------------------------------------------------------
 
@@ -238,6 +273,9 @@ class WorkerSync:
         )
 
     def _close_receiver(self) -> None:
+        if self._doorbell is not None:
+            self._doorbell.close()
+            self._doorbell = None
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -279,29 +317,50 @@ def sync_of(worker: Any) -> WorkerSync:
 
 
 JOIN, STEP, STATE, CLOSE = "weightsync_join", "weightsync_step", "weightsync_state", "weightsync_close"
+LOOK = "weightsync_look"
+METHODS = (JOIN, LOOK, STEP, STATE, CLOSE)
 
 
 def sync_in(worker: Any, method: str, request: str) -> dict[str, Any]:
     """Carries one call out in a worker. `request`: the method's request as JSON. Gives a WorkerReport as JSON has it.
 
-    Raises ConfigError for a request that can't be read.
+    Never raises, but says in the report what failed, for `checked` where all answers are: vLLM stops reading them at
+    the first worker that raised, and takes those of the others for the answers to later calls (multiproc_executor.py).
     """
+    try:
+        return _carried_out(worker, method, request).model_dump(mode="json")
+    except Exception as error:
+        text = str(error)
+        if not isinstance(error, WeightSyncError):
+            log.exception("%s failed", method)
+            text = f"{type(error).__name__}: {text}"
+        return WorkerReport(rank=0, state="", error=text or type(error).__name__).model_dump(mode="json")
+
+
+def checked(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The reports of all workers. Raises TransportError with what the first one said that failed."""
+    if why := next((report["error"] for report in reports if report["error"]), ""):
+        raise TransportError(why)
+    return reports
+
+
+def _carried_out(worker: Any, method: str, request: str) -> WorkerReport:
     sync = sync_of(worker)
     try:
         if method == JOIN:
-            report = sync.join(JoinRequest.model_validate_json(request))
-        elif method == STEP:
+            return sync.join(JoinRequest.model_validate_json(request))
+        if method == LOOK:
+            return sync.look()
+        if method == STEP:
             report = sync.step(StepRequest.model_validate_json(request))
             vllm.forget_adapters(getattr(worker, "worker", worker))
-        elif method == CLOSE:
-            sync.close()
-            report = sync.report()
-        else:
-            report = sync.report()
+            return report
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise ConfigError(f"{method}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    return report.model_dump()
+    if method == CLOSE:
+        sync.close()
+    return sync.report()
 
 
 class WeightSyncExtension:
@@ -312,6 +371,9 @@ class WeightSyncExtension:
 
     def weightsync_join(self, request: str) -> dict[str, Any]:
         return sync_in(self, JOIN, request)
+
+    def weightsync_look(self, request: str) -> dict[str, Any]:
+        return sync_in(self, LOOK, request)
 
     def weightsync_step(self, request: str) -> dict[str, Any]:
         return sync_in(self, STEP, request)
