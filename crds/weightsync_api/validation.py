@@ -103,14 +103,26 @@ def load_manifests(path: Path) -> list[Document]:
 
 
 def parse_manifests(data: bytes) -> list[Document]:
-    """As `load_manifests`, of bytes that were read already (standard input)."""
+    """As `load_manifests`, of bytes that were read already (standard input).
+
+    Objects of other APIs beside a WeightSync, such as a Service, are kubectl's alone and left out.
+    """
     documents: list[Document] = []
+    others: list[Document] = []
     try:
         for index, value in read_documents(data):
-            documents.append(replace(check(value), index=index))
+            (others if _of_another_api(value) else documents).append(replace(check(value), index=index))
     except DocumentError as error:
-        documents.append(_fault(str(error), index=documents[-1].index + 1 if documents else 0))
+        last = max((document.index for document in (*documents, *others)), default=-1)
+        documents.append(_fault(str(error), index=last + 1))
+    documents = documents or others
     return _without_namesakes(documents) or [_fault(f"is empty: it holds no {KIND}")]
+
+
+def _of_another_api(value: Any) -> bool:
+    version, kind = (value.get("apiVersion"), value.get("kind")) if isinstance(value, dict) else (None, None)
+    group = API_VERSION.partition("/")[0]
+    return isinstance(version, str) and version.partition("/")[0] != group and isinstance(kind, str) and kind != KIND
 
 
 def check(value: Any) -> Document:

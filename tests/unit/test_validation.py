@@ -253,6 +253,24 @@ def test_what_is_read_is_read_again_as_the_same() -> None:
             assert check(written).resource == resource
 
 
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", [path for path in EXAMPLES if "build" not in path.parts], ids=lambda path: path.stem)
+def test_every_example_is_accepted_whatever_else_is_in_its_file(path: Path) -> None:
+    assert [resource.metadata.name for resource in read_weightsyncs(path)] == [path.stem]
+
+
+def test_objects_of_other_apis_are_left_out_beside_a_weightsync_and_told_where_there_is_none() -> None:
+    service = b"apiVersion: v1\nkind: Service\nmetadata: {name: demo}\n---\n"
+    (alone,) = parse_manifests(service)
+    assert alone.errors[-1] == 'kind: Unsupported value: "Service": supported values: "WeightSync"'
+    (found,) = parse_manifests(service + json.dumps(GOOD).encode())
+    assert (found.index, found.resource is not None) == (2, True)
+    (wrong,) = parse_manifests(service + json.dumps(GOOD | {"apiVersion": "v1"}).encode())
+    assert "apiVersion: Unsupported value" in wrong.errors[0]
+
+
 # Noise
 
 FAST = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
