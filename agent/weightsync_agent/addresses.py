@@ -1,4 +1,4 @@
-"""Whether the trainer's tensors still lie where they were when the transport's copy plans were made.
+"""Whether the trainer's tensors still lie where they were when the transport's copy plans were made; else where.
 
 Looking is a loop in C, and yet takes 0.1 us a tensor where all is in the CPU's caches and 0.4 us where nothing is: each
 tensor is two or three places in memory of its own. So a sender of many tensors looks while its receivers copy, and
@@ -8,10 +8,15 @@ commits the step only then (carrier.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from .adopt import check_adoptable
 from .errors import ConfigError
+from .manifest import ties
+from .sources.gatherer import Gatherer
 
 MANY_TENSORS = 1_000
 MANY_ON_GPU = 64
@@ -22,43 +27,111 @@ _ADDRESS = torch.Tensor.data_ptr
 _ELEMENTS = torch.Tensor.numel
 
 
+class Moved(Exception):
+    """Tensors lie elsewhere, and can be sent from there. For `Sender.step`, which sees to it."""
+
+    def __init__(self, indices: Sequence[int]) -> None:
+        super().__init__(f"{len(indices)} tensors moved")
+        self.indices = indices
+        """In manifest order."""
+
+
 class Addresses:
     """Remembers address and number of elements of each tensor, and finds those that changed."""
 
-    def __init__(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-        self._names = names
-        self._tensors = tensors
-        self._addresses = list(map(_ADDRESS, tensors))
+    def __init__(self, gatherer: Gatherer, arena: torch.Tensor | None = None) -> None:
+        """`arena`: what the tensors are to lie in. Shards have no addresses that anybody reads: nothing is found."""
+        self._gatherer = gatherer
+        self._arena = arena
+        tensors = [] if gatherer.sharded else gatherer.tensors
+        self._now: Sequence[torch.Tensor] = tensors
+        self._kinds = list(map(_kind, tensors))
+        self._ties = ties(tensors)
         self._elements = list(map(_ELEMENTS, tensors))
+        self.settle()
 
     @property
     def many(self) -> bool:
-        on_gpu = bool(self._tensors) and self._tensors[0].is_cuda
-        return len(self._tensors) >= (MANY_ON_GPU if on_gpu else MANY_TENSORS)
+        on_gpu = bool(self._kinds) and self._kinds[0].device.type == "cuda"
+        return len(self._kinds) >= (MANY_ON_GPU if on_gpu else MANY_TENSORS)
+
+    def settle(self) -> None:
+        """What is sent is read from where the tensors lie now."""
+        self._addresses = list(map(_ADDRESS, self._gatherer.tensors)) if self._kinds else []
 
     def let_go(self) -> None:
         """Keeps no tensor alive, and finds nothing from now on."""
-        self._names, self._tensors, self._addresses, self._elements = (), (), [], []
+        self._now, self._kinds, self._arena = (), [], None
+        self._addresses, self._elements, self._ties = [], [], {}
 
     def check(self, consequence: str) -> None:
-        """What is sent from an old address is old bytes, or another's. Raises ConfigError, with the tensors' names.
+        """What is sent from an old address is old bytes, or another's.
 
+        Raises Moved where tensors moved; ConfigError, with their names, where they can't be sent from where they are.
         `consequence`: what became of the step, for the sentence.
         """
-        now = list(map(_ADDRESS, self._tensors))
-        if now == self._addresses:
+        if not self._kinds:
             return
-        pairs = zip(self._names, now, self._addresses, strict=True)
-        raise _changed([name for name, after, before in pairs if after != before], "moved", consequence)
+        lookup, known = self._gatherer.lookup, self._gatherer.tensors
+        now = known if lookup is None else lookup.at_hand(known)
+        try:
+            if now is not None and list(map(_ADDRESS, now)) == self._addresses:
+                self._now = now
+                return
+        except TypeError:
+            pass  # something else than a tensor stands in a dict by now: `again` says which
+        found = None if lookup is None else lookup.again()
+        self._check_kinds(known if found is None else found[0], consequence)
+        if found is not None:
+            self._gatherer.replace(*found)
+        self._now = known
+        pairs = zip(map(_ADDRESS, known), self._addresses, strict=True)
+        if moved := [index for index, (after, before) in enumerate(pairs) if after != before]:
+            raise Moved(moved)
 
     def check_sizes(self, consequence: str) -> None:
-        """A tensor that was resized where it lies is sent as it was before. As `check`."""
-        now = list(map(_ELEMENTS, self._tensors))
+        """A tensor that was resized where it lies is sent as it was before. Raises ConfigError, as `check`."""
+        now = list(map(_ELEMENTS, self._now))
         if now == self._elements:
             return
-        triples = zip(self._names, now, self._elements, strict=True)
+        triples = zip(self._gatherer.names, now, self._elements, strict=True)
         resized = [f"{name} (from {before} to {after} elements)" for name, after, before in triples if after != before]
         raise _changed(resized, "were resized", consequence)
+
+    def _check_kinds(self, tensors: Sequence[torch.Tensor], consequence: str) -> None:
+        names = self._gatherer.names
+        now = list(map(_kind, tensors))
+        triples = zip(names, now, self._kinds, strict=True)
+        if changed := [f"{name} (from {before} to {after})" for name, after, before in triples if after != before]:
+            raise _changed(changed, "changed", consequence)
+        tied, had = ties(tensors), self._ties
+        if other := [index for index in sorted(tied.keys() | had.keys()) if tied.get(index) != had.get(index)]:
+            said = [
+                f"{names[i]} ({f'tied to {names[tied[i]]}' if i in tied else f'untied from {names[had[i]]}'})"
+                for i in other
+            ]
+            raise _changed(said, "changed", consequence)
+        if self._arena is not None:
+            try:
+                check_adoptable(self._gatherer.manifest, tensors, self._arena)
+            except ConfigError as error:
+                raise ConfigError(f"tensors moved since the Sender was made, and {consequence}: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    form: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)} {self.form} on {self.device}"
+
+
+def _kind(tensor: torch.Tensor) -> _Kind:
+    form = "sharded" if isinstance(tensor, DTensor) else str(tensor.layout).removeprefix("torch.")
+    return _Kind(tensor.shape, tensor.dtype, tensor.device, form)
 
 
 def _changed(names: list[str], how: str, consequence: str) -> ConfigError:

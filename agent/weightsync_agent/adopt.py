@@ -6,13 +6,13 @@ hooks and names are untouched. Generic over the arena: host memory or a GPU's, a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from .errors import ConfigError
-from .manifest import Manifest, identity_of
+from .manifest import Manifest, TensorEntry, identity_of
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -40,7 +40,7 @@ def adopt(named: Mapping[str, torch.Tensor], manifest: Manifest, arena: torch.Te
     subclass, an expanded tensor, or one that overlaps another in part (moving both apart would untie them).
     """
     tensors = [named[entry.name] for entry in manifest.tensors]
-    _check(manifest, tensors, arena)
+    check_adoptable(manifest, tensors, arena)
     views: list[torch.Tensor] = []
     made_contiguous: list[str] = []
     nbytes = 0
@@ -49,7 +49,7 @@ def adopt(named: Mapping[str, torch.Tensor], manifest: Manifest, arena: torch.Te
             if entry.alias is not None:
                 views.append(views[entry.alias])
                 continue
-            view = arena[offset : offset + entry.nbytes].view(entry.torch_dtype).view(entry.shape)
+            view = _view(entry, arena, offset)
             view.copy_(tensors[index])
             if not tensors[index].is_contiguous():
                 made_contiguous.append(entry.name)
@@ -62,7 +62,31 @@ def adopt(named: Mapping[str, torch.Tensor], manifest: Manifest, arena: torch.Te
     return Adopted(distinct, nbytes, tuple(made_contiguous))
 
 
-def _check(manifest: Manifest, tensors: list[torch.Tensor], arena: torch.Tensor) -> None:
+def bring_back(tensors: Sequence[torch.Tensor], manifest: Manifest, arena: torch.Tensor, moved: Sequence[int]) -> None:
+    """Brings tensors that left their place in the arena back to it, with the values that they have by now.
+
+    `tensors`: all of them, in manifest order, as `check_adoptable` passed them. `moved`: indices, aliases included.
+    Wherever it is interrupted, every tensor has its values.
+    """
+    own = arena.untyped_storage().data_ptr()
+    with torch.no_grad():
+        for index in moved:
+            if manifest.tensors[index].alias is None and tensors[index].untyped_storage().data_ptr() == own:
+                tensors[index].data = tensors[index].detach().clone()  # it lies in another's place
+        for index in moved:
+            entry = manifest.tensors[index]
+            view = _view(entry, arena, manifest.arena_offsets[index])
+            if entry.alias is None:
+                view.copy_(tensors[index])
+            tensors[index].data = view
+
+
+def _view(entry: TensorEntry, arena: torch.Tensor, offset: int) -> torch.Tensor:
+    return arena[offset : offset + entry.nbytes].view(entry.torch_dtype).view(entry.shape)
+
+
+def check_adoptable(manifest: Manifest, tensors: Sequence[torch.Tensor], arena: torch.Tensor) -> None:
+    """Raises ConfigError unless `tensors`, in manifest order, can lie in `arena`: see `adopt`."""
     if arena.dtype != torch.uint8 or arena.dim() != 1 or arena.numel() < manifest.arena_bytes:
         raise ConfigError(f"an arena for these weights is uint8 [{manifest.arena_bytes}], not {arena.dtype}")
     spans: dict[int, list[tuple[int, int, str, tuple[object, ...]]]] = {}

@@ -52,8 +52,8 @@ class Carrier:
     def carry(self, channel: StepChannel) -> None:
         """Until every receiver has acknowledged or left the step.
 
-        Raises TransportError, StepTimeout; ConfigError where tensors were resized, and with `checks_late` where they
-        moved.
+        Raises TransportError, StepTimeout; ConfigError where tensors were resized; with `checks_late` Moved, or
+        ConfigError, where they moved.
         """
         config, transport, step = self._config, self._transport, channel.step
         if not transport.whole:
@@ -145,14 +145,17 @@ class Carrier:
 
     def break_off(self, channel: StepChannel, error: TransportError | StepTimeout) -> None:
         """The step can't be completed: those who have not acknowledged are told to drop it, and are tainted."""
-        timed_out = isinstance(error, StepTimeout)
+        self.drop(channel, str(error))
+        self._errors["timeout" if isinstance(error, StepTimeout) else "transport"] += 1
+
+    def drop(self, channel: StepChannel, cause: str) -> None:
+        """As `break_off`, where nothing is wrong: the step comes again."""
         # First in shared memory, where it can't be late: the trainer may write as soon as step() returns.
         self._transport.close_step()
-        self._errors["timeout" if timed_out else "transport"] += 1
         self._router.take_all()
         for rank in channel.ranks:
             if rank not in channel.acks:
-                self._router.post(channel.members[rank], protocol.Abort(step=channel.step, cause=str(error)[:4096]))
-                channel.fail(rank, AgentState.TAINTED, str(error))
+                self._router.post(channel.members[rank], protocol.Abort(step=channel.step, cause=cause[:4096]))
+                channel.fail(rank, AgentState.TAINTED, cause)
         if self._transport.collective:
             self._transport.needs_regroup = True

@@ -216,7 +216,13 @@ class Lobby:
         )
         peer.state = AgentState.STARTING
 
-    def _welcome_others(self, newcomer: Peer) -> None:
+    def offer_anew(self) -> None:
+        """Everybody joins again, with what the transport offers now: what it offered before has moved."""
+        for peer in self.peers.values():
+            peer.verified_once = False
+        self._welcome_others(None)
+
+    def _welcome_others(self, newcomer: Peer | None) -> None:
         """A new offer for everybody who had one: those who joined, and those who have not answered theirs yet."""
         for other in list(self._addresses.values()):
             if other is newcomer or not (other.joined or other.state == AgentState.STARTING):

@@ -134,7 +134,7 @@ def test_replayed_words_of_joining_change_nothing(make_config, joined) -> None:
 
 
 def test_receiver_that_changes_its_rank_leaves_no_ghost_in_the_next_step(make_config, joined) -> None:
-    config = make_config(receivers=1, ack_timeout_seconds=2)
+    config = make_config(receivers=1)
     good = joined(config, 1)
     with Sender(samples.mixed(0), config=config) as sender:
         assert sender.step().complete
@@ -171,22 +171,6 @@ def test_flood_does_not_hold_a_step_beyond_its_deadline(make_config) -> None:
 
 
 @BOTH_MODES
-def test_parameter_that_moved_is_an_error_with_its_name(mode, make_config, joined) -> None:
-    config = make_config(mode=mode)
-    receiver = joined(config)
-    weights = samples.mixed(0)
-    with Sender(weights, config=config, adopt=mode == "Direct") as sender:
-        assert sender.step().complete
-        kept = weights["large"].data
-        weights["large"].data = torch.zeros_like(kept)  # its old bytes are what would be sent
-        with pytest.raises(ConfigError, match=r"large moved since the Sender was made .* in place"):
-            sender.step()
-        weights["large"].data = kept
-        assert sender.step().step == 2
-        eventually(lambda: receiver.whole == [1, 2], "nothing was sent in between")
-
-
-@BOTH_MODES
 def test_parameter_that_shrank_where_it_lies_is_an_error_with_its_name(mode, make_config, joined) -> None:
     config = make_config(mode=mode)
     joined(config)
@@ -200,18 +184,18 @@ def test_parameter_that_shrank_where_it_lies_is_an_error_with_its_name(mode, mak
             sender.step()
 
 
-def test_one_of_many_parameters_that_moved_makes_the_step_whole_nowhere(make_config, joined) -> None:
+def test_one_of_many_parameters_that_is_another_by_now_makes_the_step_whole_nowhere(make_config, joined) -> None:
     def tensors(value: float) -> dict[str, torch.Tensor]:
         return {f"t{n}": torch.full((5,), value) for n in range(MANY_TENSORS)}
 
-    config, target, weights = make_config(mode="Direct"), tensors(0), tensors(1)
+    config, target, weights = make_config(mode="Direct"), tensors(0.0), tensors(1.0)
     receiver = joined(config, target=target)
     with Sender(weights, config=config, adopt=True) as sender:
         assert sender.step().verified
         assert sender.step().complete
         kept = weights["t7"].data
-        weights["t7"].data = torch.zeros(5)
-        with pytest.raises(ConfigError, match=r"^t7 moved since the Sender was made .*the step was broken off"):
+        weights["t7"].data = torch.zeros(5, dtype=torch.float64)
+        with pytest.raises(ConfigError, match=r"^t7 .*float64.* changed since the Sender .*the step was broken off"):
             sender.step()
         eventually(lambda: "broken off" in receiver.receiver.state.message, "the receiver dropped the step")
         assert receiver.whole == [1, 2]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ..manifest import ALIGNMENT, Manifest, align
+from .lookup import Lookup
 
 Values = Mapping[int, Callable[[], torch.Tensor]]
 """By index: makes what is sent of a tensor; those without one are sent as they are."""
@@ -21,8 +22,12 @@ class Gatherer:
 
     plain = True
     """`tensors` are what is sent, so their memory may be read in place."""
+    sharded = False
+    """The trainer's ranks share the weights: there is no one place to read a tensor from."""
     leads = True
     """This process is the one that sends."""
+    lookup: Lookup | None = None
+    """Finds what the source holds by now; None: what it held at first."""
     renaming = ""
     """What was done to the names, for the status."""
     dropped = 0
@@ -37,7 +42,7 @@ class Gatherer:
     ) -> None:
         self.names = names
         self.tensors = tensors
-        """In manifest order, aliases included; their addresses are the trainer's and stay."""
+        """In manifest order, aliases included: the trainer's. One list for life, which the transport reads too."""
         self.manifest = manifest
         self._values = values or {}
 
@@ -51,6 +56,16 @@ class Gatherer:
         make = self._values.get(index)
         return (self.tensors[index] if make is None else make()).detach()
 
+    @property
+    def computed(self) -> bool:
+        """Some of what is sent is neither a tensor nor a converted one: only `gather` can make it."""
+        return bool(self._values)
+
+    def replace(self, tensors: Sequence[torch.Tensor], values: Values) -> None:
+        """The source holds these by now, of the same shapes."""
+        self.tensors[:] = tensors
+        self._values = values
+
     def conclude(self) -> None:
         """The leader's step is over. Exactly once a `step()`, in a `finally`; free of cost where no one follows."""
 
@@ -61,6 +76,7 @@ class Gatherer:
         """Keeps nothing of the trainer's weights alive."""
         self.tensors = []
         self._values = {}
+        self.lookup = None
 
 
 class ConvertingGatherer(Gatherer):

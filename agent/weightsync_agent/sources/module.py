@@ -19,6 +19,7 @@ from ..targets import named_tensors
 from . import lora
 from .computed import Computed
 from .gatherer import ConvertingGatherer, Gatherer
+from .lookup import Found, Lookup
 from .sharded import EachRankGatherer, ShardedGatherer
 
 Weights = torch.nn.Module | Mapping[str, torch.Tensor | Computed] | Iterable[tuple[str, torch.Tensor | Computed]]
@@ -53,13 +54,14 @@ def gatherer_for(
     if sharded:
         kind = EachRankGatherer if each_rank else ShardedGatherer
     gatherer = kind(sent, tensors, manifest, values)
+    gatherer.lookup = Lookup(source, _named, given, kept, computed=bool(values))
     gatherer.renaming, gatherer.dropped = how.said, len(given) - len(sent)
     if how.said and gatherer.leads:
         log.info("names: %s", how.said)
     return gatherer
 
 
-def _named(source: Weights) -> tuple[list[str], list[torch.Tensor], dict[int, Callable[[], torch.Tensor]]]:
+def _named(source: Weights) -> Found:
     items: Iterable[tuple[str, torch.Tensor | Computed]]
     if isinstance(source, torch.nn.Module):
         # `extra_state` of some modules is no tensor; it is no weight either.

@@ -23,6 +23,7 @@ class ShardedGatherer(Gatherer):
     """
 
     plain = False
+    sharded = True
 
     def __init__(
         self,

@@ -54,7 +54,7 @@ class SendPlan:
 
     manifest: Manifest
     tensors: Sequence[torch.Tensor]
-    """The source tensors in manifest order, aliases included, all on `device`; their addresses stay."""
+    """The source tensors in manifest order, aliases included, all on `device`. Others, or elsewhere: see `replan`."""
     mode: Literal["Direct", "Packed"]
     bucket_bytes: int
     slots: int
@@ -67,6 +67,8 @@ class SendPlan:
     gather: Callable[[Sequence[int]], Sequence[torch.Tensor]] | None = field(default=None, compare=False)
     """Where `tensors` are not what is sent (shards, or another dtype): makes the whole tensors of these manifest
     entries, contiguous, in the manifest's dtype, valid until the next call. None: `tensors` themselves are sent."""
+    computed: bool = False
+    """Only `gather` can make what is sent: `tensors` differ from it by more than their dtype."""
 
 
 class SendChannel(Protocol):
@@ -214,6 +216,13 @@ class SenderTransport(ABC):
 
         `gone`: its process is known to be dead, and its mappings with it.
         """
+
+    def replan(self) -> bool:
+        """The plan's tensors lie elsewhere by now: what was made of their addresses is made anew. Between steps.
+
+        True: receivers map the old ones, and need another offer.
+        """
+        return False
 
     def fall_back(self, reason: str) -> None:
         """After `offer` raised FallBack: from now on Packed, with a fresh offer to every receiver."""

@@ -53,19 +53,23 @@ class GlooSender(SenderTransport):
         self._views = [slot.tensor() for slot in self._slots]
         self._bounce: torch.Tensor | None = None
         self._plans: list[CopyPlan] = []
-        if plan.gather is None:
-            self._plans = [
-                CopyPlan(pack_pairs(plan.tensors, op.pieces, self._views[op.index % len(self._views)], Bounces()))
-                for op in self.moves.ops
-                if isinstance(op, Bucket)
-            ]
-            strided = [op.nbytes for op in self.moves.ops if isinstance(op, Straight) and not self._plain(op)]
-            if strided:
-                self._bounce = torch.empty(max(strided), dtype=torch.uint8)
+        self.replan()
         self._store: TCPStore | None = None
         self._rendezvous = ""
         self._group: GlooGroup | None = None
         self._gathered: dict[int, int] = {}
+
+    def replan(self) -> bool:
+        if self.plan.gather is not None:
+            return False
+        self._plans = [
+            CopyPlan(pack_pairs(self.plan.tensors, op.pieces, self._views[op.index % len(self._views)], Bounces()))
+            for op in self.moves.ops
+            if isinstance(op, Bucket)
+        ]
+        strided = [op.nbytes for op in self.moves.ops if isinstance(op, Straight) and not self._plain(op)]
+        self._bounce = torch.empty(max(strided), dtype=torch.uint8) if strided else None
+        return False
 
     @property
     def route(self) -> str:

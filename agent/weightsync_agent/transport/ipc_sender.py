@@ -84,14 +84,29 @@ class IpcSender(MappedSender[_Export]):
         self._digest: DeviceDigest | None = None
         self._route = ""
         self.flag_base = 0
-        whole = plan.gather is None
         # What is converted on the way, and lies whole on the GPU, is converted by the pack plan itself.
-        self._converts = not whole and all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in plan.tensors)
-        self._stand_ins = StandIns(plan.tensors) if whole or self._converts else None
+        self._converts = (
+            plan.gather is not None
+            and not plan.computed
+            and all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in plan.tensors)
+        )
+        self._stand_ins: StandIns | None = None
+        self._find_tensors()
         if plan.mode == "Packed":
             self._make_slots()
 
     # --- memory -------------------------------------------------------------------------------------------------
+
+    def _find_tensors(self) -> None:
+        self._digest = None
+        if self.plan.gather is None or self._converts:
+            self._stand_ins = StandIns(self.plan.tensors)
+
+    def replan(self) -> bool:
+        self._find_tensors()
+        if self.plan.mode == "Packed":
+            self._make_plans()
+        return self.plan.mode == "Direct" and self.plan.arena is None
 
     def _make_slots(self) -> None:
         plan = self.plan
@@ -100,11 +115,15 @@ class IpcSender(MappedSender[_Export]):
         used = max((self._layout.used_bytes(bucket) for bucket in buckets), default=0)
         count = max(1, min(plan.slots, len(self._layout.buckets)))
         self._slots = [DeviceArena.create(max(align(used), 1), plan.device) for _ in range(count)]
+        self._make_plans()
+
+    def _make_plans(self) -> None:
+        plan, self._plans = self.plan, []
         if self._stand_ins is None:
             return
         pointers = self._stand_ins.pointers
         for bucket, pieces in enumerate(self._layout.buckets):
-            slot = self._slots[bucket % count]
+            slot = self._slots[bucket % len(self._slots)]
             if self._converts:
                 pairs = self._converting_pairs(pieces, slot)
                 self._plans.append(DeviceCopyPlan.of_tensors(pairs, plan.device))

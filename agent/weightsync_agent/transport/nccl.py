@@ -48,15 +48,22 @@ class NcclSender(SenderTransport):
         self.moves: GroupPlan = group_plan(
             plan.manifest, plan.bucket_bytes, straight_bytes(plan.mode, plan.bucket_bytes)
         )
-        self._gathers = plan.gather is not None and any(isinstance(tensor, DTensor) for tensor in plan.tensors)
+        self._gathers = plan.gather is not None and (
+            plan.computed or any(isinstance(tensor, DTensor) for tensor in plan.tensors)
+        )
         self._end = End(plan.device, self.moves, plan.slots, plan.interface)
         self._members: dict[int, Identity] = {0: local_identity(0, plan.device)}
         self._packs: list[list[DeviceCopyPlan]] = []
         self._calls: list[Call] = []
         self._digest: DeviceDigest | None = None
-        if not self._gathers:
-            self._make_calls()
+        self.replan()
         self._route = ""
+
+    def replan(self) -> bool:
+        if not self._gathers:
+            self._packs, self._calls, self._digest = [], [], None
+            self._make_calls()
+        return False
 
     def _make_calls(self) -> None:
         entries, tensors, end = self.plan.manifest.tensors, self.plan.tensors, self._end

@@ -66,8 +66,12 @@ class SharedMemorySender(MappedSender[_Export]):
         count = max(1, min(plan.slots, len(self._layout.buckets)))
         self._slots = [HostMemory.create(max(align(used), mmap.PAGESIZE), "weightsync-slot") for _ in range(count)]
         self._views = [slot.tensor() for slot in self._slots]
-        if plan.gather is None:
-            self._plans = pack_plans(plan.tensors, self._layout, self._views)
+        self.replan()
+
+    def replan(self) -> bool:
+        if self.plan.mode == "Packed" and self.plan.gather is None:
+            self._plans = pack_plans(self.plan.tensors, self._layout, self._views)
+        return False
 
     @property
     def route(self) -> str:
