@@ -4,184 +4,54 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "transfer"))
-
-from collective import Members, config_for
-from weightsync_agent.cuda.arena import bytes_at
+from nccl_pair import Channel, Pair
+from transfer.collective import Members
+from transfer.collective_weights import MIB, blank_like, differing, randomly, tricky
 from weightsync_agent.cuda.driver import gpu_uuid
 from weightsync_agent.cuda.nccl import Communicator, unique_id
 from weightsync_agent.deadline import Deadline
 from weightsync_agent.digest import tensor_digests
 from weightsync_agent.errors import Refused, StepTimeout, TransportError, ViewsRetained
 from weightsync_agent.manifest import Manifest, TensorEntry, describe
-from weightsync_agent.protocol import Identity, Welcome
-from weightsync_agent.targets import target_for
+from weightsync_agent.protocol import Identity
 from weightsync_agent.transport.base import SendPlan
-from weightsync_agent.transport.nccl import NcclReceiver, NcclSender
-from weightsync_agent.transport.nccl_end import AHEAD, Call, End
-from weightsync_api.v1alpha1.spec import Device
+from weightsync_agent.transport.nccl import NcclSender
+from weightsync_agent.transport.nccl_end import AHEAD
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: NCCL has one rank a GPU")
 
-MIB = 1 << 20
 GPU = torch.device("cuda", 0)
-DTYPES = [
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
-    torch.complex64, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool,
-]  # fmt: skip
 
 
-def tricky(seed: int, device: str) -> dict[str, torch.Tensor]:
-    """Every dtype, odd sizes, tied, strided, scalar, empty, large; other values for each seed."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        count = int(torch.Size(shape).numel()) * dtype.itemsize
-        data = torch.randint(0, 2 if dtype == torch.bool else 256, (count,), dtype=torch.uint8, generator=generator)
-        return data.to(device).view(dtype).view(shape)
-
-    embedding = random(300, 1024)
-    found = {f"kind.{dtype}".replace("torch.", ""): random(3, 7, dtype=dtype) for dtype in DTYPES}
-    found |= {
-        "odd": random(7, dtype=torch.uint8),
-        "scalar": random(dtype=torch.float64),
-        "nothing": torch.empty(0, 5, device=device),
-        "embedding": embedding,
-        "head": embedding,
-        "transposed": random(40, 90).t(),
-        "large.transposed": random(700, 900).t(),
-        "exactly.a.bucket": random(MIB, dtype=torch.uint8),
-        "a.bucket.and.a.byte": random(MIB + 1, dtype=torch.uint8),
-        "large": random(9 * MIB + 12345, dtype=torch.uint8),
-        "large.2": random(5 * MIB + 3, dtype=torch.uint8),
-    }
-    return found | {f"small.{i}": random(257 + i, dtype=torch.bfloat16) for i in range(3000)}
+def sent(seed: int, device: str) -> dict[str, torch.Tensor]:
+    random = randomly(seed, device)
+    sizes = {"large": 9 * MIB + 12345, "large.2": 5 * MIB + 3}
+    return tricky(random, {name: random(size, dtype=torch.uint8) for name, size in sizes.items()})
 
 
 def blank(device: str) -> dict[str, torch.Tensor]:
-    """Its own layout: what is strided at the sender is not here and the other way round; the head is apart."""
-    fresh = {n: torch.zeros(t.shape, dtype=t.dtype, device=device) for n, t in tricky(0, "cpu").items()}
-    fresh["large.2"] = torch.zeros(2 * (5 * MIB + 3), dtype=torch.uint8, device=device)[::2]
-    fresh["small.7"] = torch.zeros(264, 2, dtype=torch.bfloat16, device=device)[:, 0]
-    return fresh
+    return blank_like(sent(0, "cpu"), strided="large.2", device=device)
 
 
 def blank_second() -> dict[str, torch.Tensor]:
     return blank("cuda:1")
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
-
-
-def differing(target: dict[str, torch.Tensor], seed: int) -> list[str]:
-    wanted = tricky(seed, "cpu")
-    assert set(target) == set(wanted)
-    return [name for name, tensor in target.items() if not torch.equal(bits(tensor), bits(wanted[name]))]
+def wrong(target: dict[str, torch.Tensor], seed: int) -> list[str]:
+    return differing(target, sent(seed, "cpu"))
 
 
 def change(tensors: dict[str, torch.Tensor], seed: int) -> None:
-    for name, tensor in tricky(seed, "cpu").items():
+    for name, tensor in sent(seed, "cpu").items():
         tensors[name].copy_(tensor)
-
-
-@dataclass
-class Channel:
-    """Both ends' channel of a step in which nothing goes wrong."""
-
-    step: int = 1
-    deadline: Deadline = field(default_factory=lambda: Deadline(60))
-    verify: bool = True
-    ranks: tuple[int, ...] = ()
-
-    def alive(self) -> bool:
-        return True
-
-    def started(self) -> None:
-        pass
-
-    def check(self) -> None:
-        return
-
-    def post(self, *_: object) -> None:
-        raise AssertionError("a collective posts nothing within a step")
-
-    pump = wait_bucket = drained = post
-
-
-class Loop:
-    """Takes the wire's place: what the sender's end broadcasts is kept, and is what arrives at the receiver's."""
-
-    def __init__(self) -> None:
-        self.under_way: list[torch.Tensor] = []
-
-    def join(self, sender: End, receiver: End) -> None:
-        def send(_number: int, call: Call, *_: object) -> None:
-            with torch.cuda.stream(sender.communication.stream):
-                self.under_way += [bytes_at(pointer, nbytes)[0].clone() for pointer, nbytes in call.broadcasts]
-
-        def receive(_number: int, call: Call, *_: object) -> None:
-            with torch.cuda.stream(receiver.communication.stream):
-                for pointer, nbytes in call.broadcasts:
-                    bytes_at(pointer, nbytes)[0].copy_(self.under_way.pop(0))
-
-        sender.queue = send  # type: ignore[method-assign]
-        receiver.queue = receive  # type: ignore[method-assign]
-
-
-class Pair:
-    """Both ends in this process on one GPU."""
-
-    def __init__(
-        self, tensors: dict[str, torch.Tensor], target: Any, runtime_dir: str, mode: str = "Packed", **more: Any
-    ) -> None:
-        manifest: Manifest = more.pop("manifest", None) or describe(tensors)
-        plan = SendPlan(
-            manifest=manifest,
-            tensors=list(tensors.values()),
-            mode=mode,  # type: ignore[arg-type]
-            bucket_bytes=MIB,
-            slots=2,
-            runtime_dir=runtime_dir,
-            device=GPU,
-            **more,
-        )
-        self.sender = NcclSender(plan)
-        welcome = Welcome(
-            protocol=1, session="s", transport="NCCL", mode=mode,  # type: ignore[arg-type]
-            manifest_hash=manifest.hash, bucket_bytes=MIB, slots=2,
-        )  # fmt: skip
-        bound = target_for(target)
-        bound.bind(manifest)
-        self.receiver = NcclReceiver(welcome, manifest, bound, config_for(runtime_dir, Device.CUDA), GPU)
-        self.receiver.join(Deadline(60))
-        self.sender.connect(self.sender.regroup(1, [0], 60), Deadline(60), lambda: None)
-        self.receiver._end.connect(unique_id(), 0, 1, 1, Deadline(60), lambda: None)
-        Loop().join(self.sender._end, self.receiver._end)
-
-    def step(self) -> None:
-        channel = Channel()
-        self.sender.send(channel)
-        self.receiver.receive(channel)
-        assert self.receiver.digests() == self.sender.digests()
-
-    def __enter__(self) -> Pair:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.sender.close()
-        self.receiver.close()
 
 
 @pytest.fixture
@@ -238,13 +108,13 @@ def test_the_users_own_nccl_log_settings_survive(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("mode", ["Direct", "Packed"])
 def test_every_kind_of_tensor_is_packed_sent_and_unpacked_bit_for_bit(runtime: str, mode: str) -> None:
-    tensors, target = tricky(1, "cuda:0"), blank("cuda:0")
+    tensors, target = sent(1, "cuda:0"), blank("cuda:0")
     with Pair(tensors, target, runtime, mode) as pair:
         for seed in (1, 2, 3):
             change(tensors, seed)
             pair.step()
-            assert differing(target, seed) == []
-        assert pair.sender.digests() == tensor_digests(list(tricky(3, "cpu").values()))
+            assert wrong(target, seed) == []
+        assert pair.sender.digests() == tensor_digests(list(sent(3, "cpu").values()))
 
 
 @pytest.mark.parametrize("mode", ["Direct", "Packed"])
@@ -254,17 +124,17 @@ def test_an_engine_is_handed_every_tensor(runtime: str, mode: str) -> None:
     def load(named: list[tuple[str, torch.Tensor]]) -> None:
         found.update({name: tensor.clone() for name, tensor in named})
 
-    tensors = tricky(1, "cuda:0")
+    tensors = sent(1, "cuda:0")
     with Pair(tensors, load, runtime, mode) as pair:
         for seed in (4, 5):
             change(tensors, seed)
             pair.step()
-            assert differing(found, seed) == []
+            assert wrong(found, seed) == []
 
 
 def test_an_engine_that_keeps_a_view_of_staging_memory_fails_the_step(runtime: str) -> None:
     kept: list[torch.Tensor] = []
-    with Pair(tricky(1, "cuda:0"), lambda named: kept.append(named[-1][1].view(-1)[:1]), runtime) as pair:
+    with Pair(sent(1, "cuda:0"), lambda named: kept.append(named[-1][1].view(-1)[:1]), runtime) as pair:
         with pytest.raises(ViewsRetained, match="outlived the load"):
             pair.step()
         kept.clear()
@@ -377,7 +247,7 @@ def test_two_ranks_on_one_gpu_are_refused_with_the_way_out(runtime: str) -> None
 @TWO_GPUS
 @pytest.mark.parametrize("mode", ["Direct", "Packed"])
 def test_every_kind_of_tensor_arrives_on_the_other_gpu(runtime: str, mode: str) -> None:
-    tensors = tricky(1, "cuda:0")
+    tensors = sent(1, "cuda:0")
     with Members(tensors, runtime, mode=mode, device=GPU) as members:
         members.join(blank_second, 1, "cuda:1")
         members.regroup()
@@ -385,7 +255,7 @@ def test_every_kind_of_tensor_arrives_on_the_other_gpu(runtime: str, mode: str) 
         for seed in (1, 2, 3):
             change(tensors, seed)
             members.step(seed, verify=True)
-            assert members.ask_all(differing, seed) == [[]]
+            assert members.ask_all(wrong, seed) == [[]]
 
 
 def large(device: str) -> dict[str, torch.Tensor]:
