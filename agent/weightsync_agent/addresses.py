@@ -78,9 +78,12 @@ class Addresses:
             if now is not None and list(map(_ADDRESS, now)) == self._addresses:
                 self._now = now
                 return
-        except TypeError:
-            pass  # something else than a tensor stands in a dict by now: `again` says which
-        found = None if lookup is None else lookup.again()
+        except (TypeError, RuntimeError):
+            pass  # a dict holds something without an address by now: what follows says which
+        try:
+            found = None if lookup is None else lookup.again()
+        except ConfigError as error:
+            raise ConfigError(f"{error} ({consequence})") from None
         self._check_kinds(known if found is None else found[0], consequence)
         if found is not None:
             self._gatherer.replace(*found)

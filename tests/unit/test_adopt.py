@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from weightsync_agent.adopt import adopt
+from weightsync_agent.adopt import adopt, bring_back
 from weightsync_agent.errors import ConfigError
 from weightsync_agent.host_memory import HostMemory
 from weightsync_agent.manifest import Manifest, describe
@@ -127,3 +127,36 @@ def test_an_arena_that_is_too_small_is_refused() -> None:
     named = {"w": torch.ones(100)}
     with pytest.raises(ConfigError, match="an arena for these weights"):
         adopt(named, describe(named), torch.zeros(256, dtype=torch.uint8))
+
+
+def test_parameters_that_left_the_arena_come_back_with_the_values_that_they_have_by_then() -> None:
+    model = Tied()
+    named = named_tensors(model)
+    manifest = describe(named)
+    arena = arena_of(manifest)
+    adopt(named, manifest, arena)
+    model.norm.weight.square().sum().backward()
+    grad, objects = model.norm.weight.grad, {name: id(tensor) for name, tensor in named.items()}
+    model.norm.bias.requires_grad_(False)
+    before = arena.clone()
+    # Two in each other's place, a tied one, a strided one, one without bytes; and all others where they were.
+    model.norm.weight.data, model.norm.bias.data = model.norm.bias.data, model.norm.weight.data
+    model.embed.weight.data = torch.randn(11, 8)
+    model.conv.weight.data = torch.randn(4, 3, 3, 3).contiguous(memory_format=torch.channels_last)
+    model.empty.data = torch.zeros(0, 4)
+    want = {name: tensor.detach().clone() for name, tensor in named.items()}
+    left = ("norm.weight", "norm.bias", "embed.weight", "head.weight", "conv.weight", "empty")
+    tensors = [named[entry.name] for entry in manifest.tensors]
+    bring_back(tensors, manifest, arena, [i for i, entry in enumerate(manifest.tensors) if entry.name in left])
+    after = named_tensors(model)
+    assert {name: id(tensor) for name, tensor in after.items()} == objects
+    for entry, offset in zip(manifest.tensors, manifest.arena_offsets, strict=True):
+        assert torch.equal(after[entry.name], want[entry.name]), entry.name
+        if entry.nbytes:
+            assert after[entry.name].data_ptr() == arena.data_ptr() + offset
+        if entry.name not in left:
+            stays = slice(offset, offset + entry.nbytes)
+            assert torch.equal(arena[stays], before[stays])
+    assert describe(after) == manifest
+    assert model.norm.weight.grad is grad
+    assert (model.norm.weight.requires_grad, model.norm.bias.requires_grad) == (True, False)
