@@ -197,14 +197,17 @@ def test_killed_receiver_is_dropped_and_returns_whole(place, group) -> None:
     with group.sender(weights) as sender:
         assert sender.step().complete
         dies.until("step", 1)
-        # It is in the middle of step 2 (its loader sleeps) when it is killed.
-        killer = threading.Timer(1.0, dies.kill)
+
+        def kill_in_load() -> None:
+            dies.until("loading", 2)
+            dies.kill()
+
+        killer = threading.Thread(target=kill_in_load)
         killer.start()
-        began = time.monotonic()
+        # Not by a deadline, which would be told as such.
         with pytest.raises(StepFailed, match=r"rank 2.*(connection is gone|process has ended)") as failure:
             sender.step()
         killer.join()
-        assert time.monotonic() - began < 20  # long before the ACK's deadline of 30 s
         assert place.together or failure.value.report.receivers[1].state == "Lost"
         want = place.change(weights, 3)
         report = sender.step()
@@ -233,18 +236,23 @@ def test_receiver_killed_between_steps_strands_nothing(place, group) -> None:
         returns_whole(group, sender, weights, 2)
 
 
+def wait_for(sender: Sender, config: AgentConfig) -> None:
+    """The deadlines of its next steps: those of a step that a slow machine has to get through are long."""
+    sender.config = sender._carrier._config = config
+
+
 def test_silent_receiver_costs_the_ack_timeout_and_is_whole_later(place, group) -> None:
-    group.configure(ack_timeout_seconds=1, step_timeout_seconds=3)
     receiver = group.receiver()
     weights = place.weights()
     with group.sender(weights) as sender:
         assert sender.step().complete
         receiver.until("step", 1)
         os.kill(receiver.process.pid, signal.SIGSTOP)  # alive, connected, and deaf
-        began = time.monotonic()
-        with pytest.raises(StepFailed, match="rank 1"):
+        patient = sender.config
+        wait_for(sender, patient.model_copy(update={"ack_timeout_seconds": 1, "step_timeout_seconds": 3}))
+        with pytest.raises(StepFailed, match=r"rank 1.* within [13] s"):
             sender.step()
-        assert time.monotonic() - began < 10
+        wait_for(sender, patient)
         os.kill(receiver.process.pid, signal.SIGCONT)
         want = place.change(weights, 3)
         step = next_whole_step(sender)

@@ -50,7 +50,9 @@ class LoadingEngine:
                 raise RuntimeError("the engine's loader is broken")
             if self.options.get("keep_views"):
                 self.kept += [tensor for _, tensor in named]
-            time.sleep(self.options.get("sleep_in_load", 0))
+            if "sleep_in_load" in self.options:
+                say(loading=self.step)
+                time.sleep(self.options["sleep_in_load"])
         for name, tensor in named:
             self.weights[name].copy_(tensor)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import samples
 import torch
+from harness import START_SECONDS
 from step_promises import *  # noqa: F403 - the tests of both places
 from step_promises import CPU_PLACES, Place
 from weightsync_agent.errors import JoinTimeout
@@ -84,7 +85,7 @@ def test_goodbye_reaches_the_receiver(make_config, start) -> None:
     with Sender(samples.mixed(0), config=config) as sender:
         sender.step()
     assert "finished" in receiver.until("closed")["closed"]
-    assert receiver.process.wait(timeout=20) == 0
+    assert receiver.process.wait(timeout=START_SECONDS) == 0
 
 
 def test_exports_are_released_exactly_once(make_config, start) -> None:
@@ -96,7 +97,7 @@ def test_exports_are_released_exactly_once(make_config, start) -> None:
         assert transport.exported(1) == 1  # the arena; the self-test's memory is released already
         control = transport._exports[1].control
         receiver.process.send_signal(signal.SIGINT)
-        receiver.process.wait(timeout=20)
+        receiver.process.wait(timeout=START_SECONDS)
         assert control.exported(1) == 0
 
 
@@ -134,7 +135,7 @@ def test_noise_on_the_wire_is_answered_counted_and_harmless(make_config, start) 
             noise.send(frame)
         noise.send_multipart([b"{}", b"{}"])
         for _ in range(len(frames) + 1):
-            assert noise.poll(20_000), "a malformed message got no answer"
+            assert noise.poll(START_SECONDS * 1000), "a malformed message got no answer"
             assert b'"Error"' in noise.recv()
         assert sender.errors["protocol"] == len(frames) + 1
         assert sender.step().complete

@@ -71,6 +71,6 @@ def test_count_that_differs_is_refused_and_closes_what_came(server: DescriptorSe
     with pytest.raises(TransportError, match="passed 1 descriptors"):
         fetch_descriptors(server.path, token, 2, Deadline(10))
     deadline = Deadline(30)
-    while len(os.listdir("/proc/self/fd")) != before:  # the server's thread closes its end a moment later
+    while len(os.listdir("/proc/self/fd")) > before:  # the server's thread closes its end a moment later
         assert not deadline.passed, "a descriptor was left open"
         time.sleep(0.01)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import socket
 import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+from weightsync_agent.errors import ConfigError
 from weightsync_agent.http import AgentServer
 from weightsync_api.reports import AgentReport, AgentState, Report
 
@@ -28,25 +28,23 @@ class Agent:
         return Report(namespace="default", name="demo", session="s", agents=[me])
 
 
-def free_run(count: int) -> int:
-    """The first of so many ports in a row that are free."""
-    for port in range(20_000, 60_000, count):
-        sockets: list[socket.socket] = []
+def served_in_a_row(agents: list[Agent]) -> tuple[int, list[AgentServer]]:
+    """At the first ports in a row that nobody else has, below those of outgoing connections."""
+    for port in range(20_000, 32_000, len(agents)):
+        servers: list[AgentServer] = []
         try:
-            sockets.extend(socket.create_server(("127.0.0.1", number)) for number in range(port, port + count))
-            return port
-        except OSError:
-            continue
-        finally:
-            for one in sockets:
-                one.close()
+            servers.extend(AgentServer(agent, f"127.0.0.1:{port + agent.rank}", agent.rank) for agent in agents)
+            return port, servers
+        except ConfigError:  # it is in use
+            for server in servers:
+                server.close()
     raise AssertionError("no free ports")
 
 
 @pytest.fixture
 def pod() -> Iterator[tuple[int, list[Agent], list[AgentServer]]]:
-    agents, port = [Agent(rank) for rank in range(3)], free_run(3)
-    servers = [AgentServer(agent, f"127.0.0.1:{port + place}", agent.rank) for place, agent in enumerate(agents)]
+    agents = [Agent(rank) for rank in range(3)]
+    port, servers = served_in_a_row(agents)
     yield port, agents, servers
     for server in servers:
         server.close()
