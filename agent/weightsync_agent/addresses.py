@@ -7,8 +7,8 @@ commits the step only then (carrier.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from operator import attrgetter, ne
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -25,6 +25,8 @@ host free, sooner."""
 
 _ADDRESS = torch.Tensor.data_ptr
 _ELEMENTS = torch.Tensor.numel
+_OF_A_KIND = ("shape", "dtype", "device", "layout")
+"""What must stay of a tensor that moves."""
 
 
 class Moved(Exception):
@@ -44,16 +46,16 @@ class Addresses:
         self._gatherer = gatherer
         self._arena = arena
         tensors = [] if gatherer.sharded else gatherer.tensors
-        self._now: Sequence[torch.Tensor] = tensors
-        self._kinds = list(map(_kind, tensors))
+        self._now: Collection[torch.Tensor] = tensors
+        self._kinds = {key: list(map(attrgetter(key), tensors)) for key in _OF_A_KIND if tensors}
         self._ties = ties(tensors)
         self._elements = list(map(_ELEMENTS, tensors))
         self.settle()
 
     @property
     def many(self) -> bool:
-        on_gpu = bool(self._kinds) and self._kinds[0].device.type == "cuda"
-        return len(self._kinds) >= (MANY_ON_GPU if on_gpu else MANY_TENSORS)
+        on_gpu = bool(self._kinds) and self._kinds["device"][0].type == "cuda"
+        return len(self._elements) >= (MANY_ON_GPU if on_gpu else MANY_TENSORS)
 
     def settle(self) -> None:
         """What is sent is read from where the tensors lie now."""
@@ -61,7 +63,7 @@ class Addresses:
 
     def let_go(self) -> None:
         """Keeps no tensor alive, and finds nothing from now on."""
-        self._now, self._kinds, self._arena = (), [], None
+        self._now, self._kinds, self._arena = (), {}, None
         self._addresses, self._elements, self._ties = [], [], {}
 
     def check(self, consequence: str) -> None:
@@ -97,15 +99,19 @@ class Addresses:
         now = list(map(_ELEMENTS, self._now))
         if now == self._elements:
             return
-        triples = zip(self._gatherer.names, now, self._elements, strict=True)
+        triples = zip(self._gatherer.names, now, self._elements, strict=False)
         resized = [f"{name} (from {before} to {after} elements)" for name, after, before in triples if after != before]
         raise _changed(resized, "were resized", consequence)
 
     def _check_kinds(self, tensors: Sequence[torch.Tensor], consequence: str) -> None:
         names = self._gatherer.names
-        now = list(map(_kind, tensors))
-        triples = zip(names, now, self._kinds, strict=True)
-        if changed := [f"{name} (from {before} to {after})" for name, after, before in triples if after != before]:
+        sharded = any(issubclass(kind, DTensor) for kind in set(map(type, tensors)))
+        # One at a time: as many tuples in one list would set the collector off.
+        if sharded or any(any(map(ne, map(attrgetter(k), tensors), had)) for k, had in self._kinds.items()):
+            before = zip(*self._kinds.values(), strict=True)
+            triples = zip(names, before, tensors, strict=True)
+            pairs = [(name, _said(*had), _said_of(tensor)) for name, had, tensor in triples]
+            changed = [f"{name} (from {had} to {now})" for name, had, now in pairs if had != now]
             raise _changed(changed, "changed", consequence)
         tied, had = ties(tensors), self._ties
         if other := [index for index in sorted(tied.keys() | had.keys()) if tied.get(index) != had.get(index)]:
@@ -121,20 +127,13 @@ class Addresses:
                 raise ConfigError(f"tensors moved since the Sender was made, and {consequence}: {error}") from None
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    form: str
-
-    def __str__(self) -> str:
-        return f"{self.dtype} {list(self.shape)} {self.form} on {self.device}"
+def _said(shape: torch.Size, dtype: torch.dtype, device: torch.device, layout: torch.layout) -> str:
+    return f"{dtype} {list(shape)} {str(layout).removeprefix('torch.')} on {device}"
 
 
-def _kind(tensor: torch.Tensor) -> _Kind:
-    form = "sharded" if isinstance(tensor, DTensor) else str(tensor.layout).removeprefix("torch.")
-    return _Kind(tensor.shape, tensor.dtype, tensor.device, form)
+def _said_of(tensor: torch.Tensor) -> str:
+    said = _said(*(getattr(tensor, key) for key in _OF_A_KIND))
+    return f"shards of {said}" if isinstance(tensor, DTensor) else said
 
 
 def _changed(names: list[str], how: str, consequence: str) -> ConfigError:

@@ -8,7 +8,7 @@ it is given something: torch calls a hook then. Going through a module's own dic
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import compress
 from typing import Any
 
@@ -49,7 +49,7 @@ class Lookup:
         self._module = weakref.ref(source) if isinstance(source, torch.nn.Module) else None
         self._watch = _Watch(source) if isinstance(source, torch.nn.Module) else None
 
-    def at_hand(self, known: list[torch.Tensor]) -> list[torch.Tensor] | None:
+    def at_hand(self, known: list[torch.Tensor]) -> Collection[torch.Tensor] | None:
         """What is sent, as the source holds it now, without Python code for each; None: call `again`.
 
         `known`: what it held.
@@ -61,7 +61,7 @@ class Lookup:
         if list(self._dict) != self._names:
             return None
         values = self._dict.values()
-        return list(values if self._selectors is None else compress(values, self._selectors))
+        return values if self._selectors is None else list(compress(values, self._selectors))
 
     def again(self) -> tuple[list[torch.Tensor], dict[int, Callable[[], torch.Tensor]]] | None:
         """What is sent, and how its values are made, looked up by name. None: there is nowhere to look.
