@@ -14,7 +14,7 @@ from moved_promises import *  # noqa: F403 - the tests of all places
 from moved_promises import other_memory
 from peers_by_hand import eventually
 from step_promises import CPU_PLACES, GLOO, Place
-from weightsync_agent import protocol, sender
+from weightsync_agent import addresses, protocol, sender
 from weightsync_agent.addresses import MANY_TENSORS
 from weightsync_agent.errors import ConfigError, StepFailed
 from weightsync_agent.host_memory import HostMemory
@@ -28,8 +28,13 @@ MakeConfig = Callable[..., AgentConfig]
 MODES = pytest.mark.parametrize("mode", ["Direct", "Packed"])
 
 
-@pytest.fixture(params=[*CPU_PLACES, GLOO], ids=lambda place: place.name)
-def place(request: pytest.FixtureRequest) -> Place:
+LATE = replace(CPU_PLACES[0], name="Direct-found-within-the-step")
+
+
+@pytest.fixture(params=[*CPU_PLACES, LATE, GLOO], ids=lambda place: place.name)
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
+    if request.param is LATE:
+        monkeypatch.setattr(addresses, "MANY_TENSORS", 1)
     found: Place = request.param
     return found
 
