@@ -30,7 +30,7 @@ __all__ = [
     "test_silent_receiver_costs_the_ack_timeout_and_is_whole_later",
 ]
 
-WAIT = 60.0
+WAIT = 120.0
 
 
 @dataclass(frozen=True)

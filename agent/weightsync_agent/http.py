@@ -234,9 +234,10 @@ class AgentServer:
         if self._polls >= MAX_POLLS:
             raise web.HTTPTooManyRequests(text=f"{MAX_POLLS} requests wait for a report already: ask again later")
         self._asked_at = time.monotonic()
+        first = _states(self.agent.report())
         self._polls += 1
         try:
-            report = await self._news(after, Deadline(seconds))
+            report = await self._news(after, first, Deadline(seconds))
         finally:
             self._polls -= 1
         self._asked_at = time.monotonic()
@@ -249,9 +250,8 @@ class AgentServer:
             self._told_end.set()
         return response
 
-    async def _news(self, after: int, deadline: Deadline) -> Report:
-        """The report once it has a step above `after`, an agent changed its state, or the deadline passed."""
-        first = _states(self.agent.report())
+    async def _news(self, after: int, first: list[tuple[int, str, str]], deadline: Deadline) -> Report:
+        """The report once it has a step above `after`, its agents' states are no more the `first`, or at the deadline."""
         while True:
             stepped, report = self._stepped, self.agent.report()
             newest = report.steps[-1].step if report.steps else self._me(report).step if report.agents else 0

@@ -28,7 +28,7 @@ from weightsync_agent.transport.base import SendPlan
 from weightsync_api.agent_config import AgentConfig
 from weightsync_api.v1alpha1.spec import Device, Transport
 
-JOIN_SECONDS = 60.0
+JOIN_SECONDS = 120.0
 
 TargetMaker = Callable[[], Any]
 """Makes what a user passes to Receiver; a module-level function, since it runs in the receiver's process."""

@@ -19,7 +19,7 @@ from weightsync_api.agent_config import AgentConfig
 
 torch.set_num_threads(1)
 
-START_SECONDS = 90
+START_SECONDS = 200
 """Importing torch on a busy machine takes a while; a wait this long only ends early."""
 
 

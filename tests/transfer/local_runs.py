@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import yaml
 
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 120.0
 """Only ends a wait that would not end: everything waited for comes as soon as a busy machine allows."""
 STUB = Path(__file__).with_name("stub_agent.py")
 

@@ -17,7 +17,7 @@ from weightsync_agent.identity import local_identity
 from weightsync_agent.receiver import Receiver
 from weightsync_api.agent_config import AgentConfig
 
-WAIT = 60.0
+WAIT = 120.0
 
 
 def eventually(done: Callable[[], object], what: str) -> None:

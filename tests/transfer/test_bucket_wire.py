@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TypeVar
 
 import pytest
@@ -15,6 +17,7 @@ import torch
 import zmq
 from samples import blank, fingerprint, mixed
 from weightsync_agent.deadline import Deadline
+from weightsync_agent.engines import shared_file
 from weightsync_agent.engines.bucket_messages import FileHandle, Placed, write_bucket, write_handle, write_none
 from weightsync_agent.engines.checkpoint_engine import CheckpointEngineReceiver, CheckpointEngineSender
 from weightsync_agent.engines.lockstep import Lockstep
@@ -46,13 +49,11 @@ def address(tmp_path: Path) -> str:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left_in_shared_memory() -> Iterator[None]:
-    def ours() -> set[Path]:
-        return {path for kind in ("verl_weights_*", "checkpoint_engine_*") for path in Path("/dev/shm").glob(kind)}
-
-    before = ours()
+def nothing_is_left_in_shared_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    mine = secrets.token_hex(8)  # other runs have files there too
+    monkeypatch.setattr(shared_file, "secrets", SimpleNamespace(token_hex=lambda n: mine + secrets.token_hex(n - 8)))
     yield
-    assert ours() <= before
+    assert list(shared_file.FOLDER.glob(f"*{mine}*")) == []
 
 
 @pytest.mark.parametrize("bucket_bytes", [256, 100_000, 1 << 30])

@@ -17,7 +17,7 @@ import trainer_process
 from weightsync_agent.receiver import Receiver
 from weightsync_api.agent_config import AgentConfig
 
-WAIT_SECONDS = 90
+WAIT_SECONDS = 200
 
 
 class Trainer:
