@@ -21,6 +21,7 @@ import weightsync_agent
 import weightsync_agent.http as agent_http
 import yaml
 from prometheus_client import Metric
+from weightsync_agent.bench.cli import command as bench
 from weightsync_agent.main import main as agent_main
 from weightsync_agent.metrics import ERROR_KINDS, AgentMetrics
 from weightsync_api.reports import Report
@@ -173,6 +174,14 @@ def test_the_agents_page_names_the_environment_that_is_read() -> None:
     listed = set(re.findall(r"`(WEIGHTSYNC_\w+)`", page))
     assert listed == read
     assert f"waits up to {agent_http.LONG_POLL_SECONDS:g} seconds" in page
+
+
+def test_the_pages_of_the_commands_name_every_option() -> None:
+    docs = ROOT / "docs"
+    for page, command in (("benchmarks.md", bench), ("running-locally.md", cli.commands["run"])):
+        text = (docs / page).read_text()
+        for option in (name for param in command.params for name in param.opts if name.startswith("--")):
+            assert re.search(rf"(?<![\w-]){option}\b", text), f"{page} does not name {option}"
 
 
 def test_every_error_that_the_library_page_names_can_be_caught() -> None:
