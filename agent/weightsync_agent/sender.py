@@ -212,6 +212,7 @@ class Sender:
         if os.getpid() != self._pid:
             raise Closed(f"this sender is that of process {self._pid}, from which this one was forked: step there")
         if not self._gatherer.leads:
+            self._gatherer.refresh()
             self._gatherer.follow()
             return StepReport(step=0, started_at=datetime.now(UTC), duration_microseconds=0, bytes=0, complete=True)
         try:
@@ -225,6 +226,7 @@ class Sender:
     def _lead(self, absent: Absent) -> StepReport:
         if self._router.closed:
             raise Closed("this sender is closed")
+        self._gatherer.refresh()
         if not self._carrier.checks_late:
             try:
                 self._addresses.check("nothing was sent")

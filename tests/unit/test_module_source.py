@@ -151,7 +151,12 @@ RANK = textwrap.dedent(
         assert gatherer.manifest.tensors[gatherer.names.index("3.weight")].alias == gatherer.names.index("0.weight")
         assert sum(isinstance(t, DTensor) for t in gatherer.tensors) == 6
 
-        for step in range(3):
+        for step in range(4):
+            if step == 3:  # a checkpoint is loaded, so that other tensors stand in the model's places
+                model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()}, assign=True)
+                whole.load_state_dict({name: 2 * value for name, value in whole.state_dict().items()})
+                model[3].weight = model[0].weight
+            gatherer.refresh()
             if rank:
                 gatherer.follow()
             else:

@@ -66,6 +66,12 @@ class Gatherer:
         self.tensors[:] = tensors
         self._values = values
 
+    def refresh(self) -> None:
+        """Before a step, on every rank alike: takes what the source holds by now, where nobody reads it in place.
+
+        Raises ConfigError where that is of another shape or dtype.
+        """
+
     def conclude(self) -> None:
         """The leader's step is over. Exactly once a `step()`, in a `finally`; free of cost where no one follows."""
 

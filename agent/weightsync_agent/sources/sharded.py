@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_not
 from typing import cast
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
-from ..manifest import Manifest
+from ..manifest import Manifest, identity_of
 from .gatherer import Gatherer, Values
 
 
@@ -57,6 +58,26 @@ class ShardedGatherer(Gatherer):
         self._kept = kept
         return [kept[index] for index in indices]
 
+    def refresh(self) -> None:
+        now = None if self.lookup is None else self.lookup.at_hand(self.tensors)
+        if self.lookup is None or (now is not None and not any(map(is_not, now, self.tensors))):
+            return
+        if (found := self.lookup.again()) is None:
+            return
+        tensors, entries = found[0], self.manifest.tensors
+        pairs = zip(tensors, self.tensors, entries, strict=True)
+        fits = [
+            (new.shape, new.dtype) == (had.shape, had.dtype)
+            and (entry.alias is None or _is_one(new, tensors[entry.alias]))
+            for new, had, entry in pairs
+        ]
+        if other := [name for name, fit in zip(self.names, fits, strict=True) if not fit]:
+            raise ConfigError(
+                f"{', '.join(other[:20])} changed shape or dtype, or is no longer tied, since the Sender was made, and "
+                "nothing was sent: close this Sender and make another"
+            )
+        self.replace(*found)
+
     def conclude(self) -> None:
         self._kept = {}
         self._announce([])
@@ -99,6 +120,13 @@ class ShardedGatherer(Gatherer):
         if len(indices):
             dist.broadcast(indices, self._leader, self._group)
         return [int(index) for index in indices.tolist()]
+
+
+def _is_one(tensor: torch.Tensor, first: torch.Tensor) -> bool:
+    """Whether two are tied. Shards by the object, as all ranks see it alike: empty ones have no memory."""
+    if isinstance(tensor, DTensor) or isinstance(first, DTensor):
+        return tensor is first
+    return identity_of(tensor) == identity_of(first)
 
 
 class EachRankGatherer(ShardedGatherer):
