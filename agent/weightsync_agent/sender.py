@@ -52,7 +52,8 @@ from .transport.base import SendPlan
 class Sender:
     """Sends a module's, a dict's or an iterator's tensors to every receiver, step by step.
 
-    The tensors' addresses must stay; their values are read at `step()`. FSDP `DTensor`s are gathered bucket by bucket:
+    Their values are read at `step()`, in place. Tensors that move are followed (relocation.py), in shape, dtype, device
+    and ties as they were. FSDP `DTensor`s are gathered bucket by bucket:
     then every rank of the trainer makes a Sender and calls `step()`, and rank 0 sends.
 
     Args:
