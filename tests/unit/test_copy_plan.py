@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_tensors import DTYPES, random_tensor
 from weightsync_agent.copy_plan import (
     Bounces,
     CopyPlan,
@@ -19,33 +18,6 @@ from weightsync_agent.copy_plan import (
     unpack_plans,
 )
 from weightsync_agent.manifest import describe, layout
-
-DTYPES = [
-    torch.bool,
-    torch.int8,
-    torch.uint8,
-    torch.int16,
-    torch.uint16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.complex64,
-    torch.complex128,
-]
-
-
-def made(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """A contiguous tensor of random bits (NaNs among them)."""
-    count = 1
-    for size in shape:
-        count *= size
-    raw = torch.tensor(list(random.Random(seed).randbytes(count * dtype.itemsize)), dtype=torch.uint8)
-    return (raw % 2 if dtype == torch.bool else raw).view(dtype).view(shape)
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -66,7 +38,7 @@ def through_buckets(
         if again:
             for tensor in {id(t): t for t in sources.values()}.values():
                 with torch.no_grad():
-                    tensor.copy_(made(tensor.dtype, tuple(tensor.shape), 99))
+                    tensor.copy_(random_tensor(tensor.dtype, tuple(tensor.shape), 99))
         for one, other in zip(pack, unpack, strict=True):
             one.run()
             other.run()
@@ -78,16 +50,16 @@ def everything() -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for number, dtype in enumerate(DTYPES):
         name = str(dtype).removeprefix("torch.")
-        tensors[f"{name}.odd"] = made(dtype, (7, 3), number)
-        tensors[f"{name}.scalar"] = made(dtype, (), number)
-        tensors[f"{name}.empty"] = made(dtype, (0, 4), number)
-        tensors[f"{name}.transposed"] = made(dtype, (30, 50), number).t()
-        tensors[f"{name}.step"] = made(dtype, (64,), number)[::3]
-        tensors[f"{name}.column"] = made(dtype, (40, 9), number)[:, 4]
-        tensors[f"{name}.large"] = made(dtype, (70, 30), number)
+        tensors[f"{name}.odd"] = random_tensor(dtype, (7, 3), number)
+        tensors[f"{name}.scalar"] = random_tensor(dtype, (), number)
+        tensors[f"{name}.empty"] = random_tensor(dtype, (0, 4), number)
+        tensors[f"{name}.transposed"] = random_tensor(dtype, (30, 50), number).t()
+        tensors[f"{name}.step"] = random_tensor(dtype, (64,), number)[::3]
+        tensors[f"{name}.column"] = random_tensor(dtype, (40, 9), number)[:, 4]
+        tensors[f"{name}.large"] = random_tensor(dtype, (70, 30), number)
     tensors["tied"] = tensors["bfloat16.large"]
-    tensors["conjugated"] = made(torch.complex64, (5, 40), 3).conj()
-    tensors["negated"] = made(torch.complex64, (300,), 3).conj().imag
+    tensors["conjugated"] = random_tensor(torch.complex64, (5, 40), 3).conj()
+    tensors["negated"] = random_tensor(torch.complex64, (300,), 3).conj().imag
     return tensors
 
 
@@ -122,7 +94,7 @@ def test_any_list_of_tensors_comes_through_any_buckets(
 ) -> None:
     sources, targets = {}, {}
     for number, shape in enumerate(shapes):
-        tensor = made(dtypes[number], tuple(shape), number)
+        tensor = random_tensor(dtypes[number], tuple(shape), number)
         sources[f"t{number}"] = tensor.mT.contiguous().mT if strided[number] and len(shape) > 1 else tensor
         target = torch.zeros(shape, dtype=dtypes[number])
         targets[f"t{number}"] = target.mT.contiguous().mT if strided[12 + number] and len(shape) > 1 else target
@@ -132,7 +104,7 @@ def test_any_list_of_tensors_comes_through_any_buckets(
 def test_bytes_beside_the_destinations_stay() -> None:
     arena = torch.full((4096,), 7, dtype=torch.uint8)
     targets = {"a": arena[256:266], "b": arena[512:515], "c": arena[768:771]}
-    sources = {name: made(torch.uint8, tuple(t.shape), 1) for name, t in targets.items()}
+    sources = {name: random_tensor(torch.uint8, tuple(t.shape), 1) for name, t in targets.items()}
     manifest = describe(sources)
     CopyPlan(direct_pairs(manifest, list(sources.values()), list(targets.values()))).run()
     covered = torch.zeros(4096, dtype=torch.bool)
@@ -144,7 +116,7 @@ def test_bytes_beside_the_destinations_stay() -> None:
 
 def test_an_arena_into_an_arena_is_one_copy() -> None:
     shapes = {"a": (3, 5), "b": (), "c": (0,), "d": (1000,), "e": (7,)}
-    tensors = {name: made(torch.bfloat16, shape, 1) for name, shape in shapes.items()}
+    tensors = {name: random_tensor(torch.bfloat16, shape, 1) for name, shape in shapes.items()}
     manifest = describe(tensors)
     ends = [torch.zeros(manifest.arena_bytes, dtype=torch.uint8) for _ in range(2)]
     views = [

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_tensors import DTYPES, random_tensor
 from weightsync_agent.digest import (
     BLOCK_WORDS,
     MASK,
@@ -20,23 +21,6 @@ from weightsync_agent.digest import (
     tensor_digest,
     tensor_digests,
 )
-
-DTYPES = [
-    torch.bool,
-    torch.int8,
-    torch.uint8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.complex64,
-    torch.complex128,
-]
 
 
 def reference(data: bytes) -> int:
@@ -157,9 +141,8 @@ def test_combine_is_its_formula() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_counts_by_its_bytes(dtype: torch.dtype) -> None:
-    raw = torch.tensor(list(random.Random(3).randbytes(3 * 5 * dtype.itemsize)), dtype=torch.uint8)
-    tensor = (raw % 2 if dtype == torch.bool else raw).view(dtype).view(3, 5)
-    assert tensor_digest(tensor) == reference((raw % 2 if dtype == torch.bool else raw).numpy().tobytes())
+    tensor = random_tensor(dtype, (3, 5), 3)
+    assert tensor_digest(tensor) == reference(tensor.view(torch.uint8).numpy().tobytes())
     # Strided: its contiguous form counts.
     assert tensor_digest(tensor.t()) == tensor_digest(tensor.t().contiguous())
     assert tensor_digest(tensor[0, 0]) == reference(tensor[0, 0].clone().reshape(1).view(torch.uint8).numpy().tobytes())

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from random_tensors import DTYPES
 from weightsync_agent.manifest import (
     ALIGNMENT,
     MAX_LISTED,
@@ -20,22 +21,7 @@ from weightsync_agent.manifest import (
     summarize,
 )
 
-DTYPES = [
-    "bool",
-    "uint8",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "float16",
-    "bfloat16",
-    "float32",
-    "float64",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "complex64",
-    "complex128",
-]
+NAMES = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
 
 
 @st.composite
@@ -49,7 +35,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
             entries.append(first.model_copy(update={"name": f"t{index}", "alias": entries.index(first)}))
         else:
             shape = tuple(draw(st.lists(st.integers(0, 40), max_size=3)))
-            entries.append(TensorEntry(name=f"t{index}", dtype=draw(st.sampled_from(DTYPES)), shape=shape))
+            entries.append(TensorEntry(name=f"t{index}", dtype=draw(st.sampled_from(NAMES)), shape=shape))
     return Manifest(tensors=tuple(entries))
 
 
@@ -172,13 +158,9 @@ def test_align_rounds_up() -> None:
 
 
 def test_every_dtype_that_torch_moves_can_be_named() -> None:
-    for dtype in DTYPES:
-        entry = describe({"x": torch.zeros(3, dtype=getattr(torch, dtype))}).tensors[0]
-        assert (entry.dtype, entry.torch_dtype, entry.nbytes) == (
-            dtype,
-            getattr(torch, dtype),
-            3 * entry.torch_dtype.itemsize,
-        )
+    for name, dtype in zip(NAMES, DTYPES, strict=True):
+        entry = describe({"x": torch.zeros(3, dtype=dtype)}).tensors[0]
+        assert (entry.dtype, entry.torch_dtype, entry.nbytes) == (name, dtype, 3 * dtype.itemsize)
 
 
 def test_tied_tensors_are_aliases_and_only_when_they_are_the_very_same() -> None:
