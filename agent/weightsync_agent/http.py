@@ -251,7 +251,7 @@ class AgentServer:
         return response
 
     async def _news(self, after: int, first: list[tuple[int, str, str]], deadline: Deadline) -> Report:
-        """The report once it has a step above `after`, its agents' states are no more the `first`, or at the deadline."""
+        """The report once it has a step above `after`, its agents' states differ from `first`, or at the deadline."""
         while True:
             stepped, report = self._stepped, self.agent.report()
             newest = report.steps[-1].step if report.steps else self._me(report).step if report.agents else 0
