@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import os
 import re
 import shlex
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,9 +22,14 @@ import weightsync_agent
 import weightsync_agent.http as agent_http
 import yaml
 from prometheus_client import Metric
+from weightsync_agent import Receiver, Sender
 from weightsync_agent.bench.cli import command as bench
+from weightsync_agent.engines.checkpoint_engine import CheckpointEngineReceiver, CheckpointEngineSender
+from weightsync_agent.engines.sglang import SGLangSender
+from weightsync_agent.engines.verl import VerlReceiver, VerlSender
 from weightsync_agent.main import main as agent_main
 from weightsync_agent.metrics import ERROR_KINDS, AgentMetrics
+from weightsync_agent.trainers import EngineRollout, WeightSyncCallback
 from weightsync_api.reports import Report
 from weightsync_operator.cli import main as cli
 from weightsync_operator.metrics import OperatorMetrics
@@ -182,6 +188,27 @@ def test_the_pages_of_the_commands_name_every_option() -> None:
         text = (docs / page).read_text()
         for option in (name for param in command.params for name in param.opts if name.startswith("--")):
             assert re.search(rf"(?<![\w-]){option}\b", text), f"{page} does not name {option}"
+
+
+@pytest.mark.parametrize(
+    ("page", "call"),
+    [
+        ("library", Sender.from_env),
+        ("library", Receiver.from_env),
+        ("trainers", WeightSyncCallback),
+        ("trainers", EngineRollout),
+        ("engines-verl", VerlSender),
+        ("engines-verl", VerlReceiver),
+        ("engines-checkpoint-engine", CheckpointEngineSender),
+        ("engines-checkpoint-engine", CheckpointEngineReceiver),
+        ("engines-sglang", SGLangSender),
+    ],
+)
+def test_every_option_of_a_class_is_on_its_page(page: str, call: Callable[..., object]) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    options = [name for name, one in inspect.signature(call).parameters.items() if one.kind == one.KEYWORD_ONLY]
+    assert options
+    assert [name for name in options if not re.search(rf"`[^`]*\b{name}\b[^`]*`", text)] == []
 
 
 def test_every_error_that_the_library_page_names_can_be_caught() -> None:
