@@ -21,7 +21,7 @@ GPU_READY := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.test)
 # What is generated from the models: for kubectl, and the chart's.
 CRD_FILES := crds/weightsync.dev_weightsyncs.yaml charts/weightsync/files/weightsync.dev_weightsyncs.yaml
 ANSWERS := examples/quickstart/build/answers
-ENGINES := $(or $(WEIGHTSYNC_ENGINES),$(HOME)/.cache/weightsync/engines)
+ENGINES := $(or $(WEIGHTSYNC_ENGINES),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/weightsync/engines)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

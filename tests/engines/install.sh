@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 PYTHON=${PYTHON:-$PWD/.venv/bin/python}
-ENGINES=${WEIGHTSYNC_ENGINES:-$HOME/.cache/weightsync/engines}
+ENGINES=${WEIGHTSYNC_ENGINES:-${XDG_CACHE_HOME:-$HOME/.cache}/weightsync/engines}
 mkdir -p "$ENGINES"
 
 # An environment $1 that sees the packages of another ($2: its Python) behind its own: one torch serves several.

@@ -20,7 +20,9 @@ from typing import Any, Self
 import pytest
 
 HERE = Path(__file__).parent
-ENVIRONMENTS = Path(os.environ.get("WEIGHTSYNC_ENGINES", Path.home() / ".cache" / "weightsync" / "engines"))
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+ENVIRONMENTS = Path(os.environ.get("WEIGHTSYNC_ENGINES") or CACHE / "weightsync" / "engines")
+"""Where install.sh puts them."""
 SECONDS = 60.0
 
 
