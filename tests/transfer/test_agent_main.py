@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loopback import addresses
 from safetensors.torch import save_file
 from weightsync_api.agent_config import AgentConfig
 from weightsync_api.reports import Report
@@ -242,14 +243,12 @@ def test_a_receiver_that_joins_between_two_checkpoints_gets_the_last_one(
 
 
 def test_launch_runs_a_whole_group_in_one_container_with_a_port_each(configure: Configure, start: Start) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    configure(http=f"127.0.0.1:{port}", steps={"intervalSeconds": 1, "count": 0})
+    host, port = next(addresses), 8080
+    configure(http=f"{host}:{port}", steps={"intervalSeconds": 1, "count": 0})
     group = start("", 0, "launch", bound=False, WEIGHTSYNC_AGENTS="sender:0,receiver:1")
     group.until("rank 1 holds step 2")
     for offset in (0, 1):
-        with socket.create_connection(("127.0.0.1", port + offset), timeout=WAIT_SECONDS) as connection:
+        with socket.create_connection((host, port + offset), timeout=WAIT_SECONDS) as connection:
             connection.sendall(b"GET /readyz HTTP/1.0\r\n\r\n")
             assert b" 200 " in connection.recv(1 << 16)
     group.term()
