@@ -1,4 +1,4 @@
-"""The agent's HTTP and metrics, served for a real sender and real receivers."""
+"""The agent's HTTP, served for a real sender and real receivers."""
 
 from __future__ import annotations
 
@@ -8,146 +8,17 @@ import os
 import signal
 import socket
 import stat
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import prometheus_client
 import pytest
-import torch
-from prometheus_client.parser import text_string_to_metric_families
+from http_group import *  # noqa: F403 - the fixtures
+from http_group import WAIT_SECONDS, Group, ask, report, until
 from weightsync_agent import runtime
-from weightsync_agent.errors import Closed, ConfigError, StepFailed
+from weightsync_agent.errors import ConfigError, StepFailed
 from weightsync_agent.http import MAX_SOCKET_PATH, AgentServer
-from weightsync_agent.receiver import Receiver
-from weightsync_agent.sender import Sender
-from weightsync_api.agent_config import AgentConfig
 from weightsync_api.reports import AgentState, Report
-
-WAIT_SECONDS = 60
-"""Deadline of everything that must happen; nothing waits this long unless it is broken."""
-
-
-class Engine:
-    """A receiver and its loop in a thread, whose `load_weights` can be told to fail."""
-
-    def __init__(self, config: AgentConfig, rank: int) -> None:
-        self.fail = threading.Event()
-        self.receiver = Receiver(self._load, config=config, rank=rank)
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._loop)
-        self._thread.start()
-
-    def _load(self, named: list[tuple[str, torch.Tensor]]) -> None:
-        if self.fail.is_set():
-            raise RuntimeError("the loader is broken")
-
-    def _loop(self) -> None:
-        while not self._end.is_set():
-            try:
-                self.receiver.poll(timeout=0.05)
-            except Closed:
-                break
-        self.receiver.close()
-
-    def close(self) -> None:
-        self._end.set()
-        self._thread.join(WAIT_SECONDS)
-        assert not self._thread.is_alive()
-
-
-class Group:
-    """A sender and one receiver of one WeightSync, in this process, each served over HTTP."""
-
-    def __init__(self, directory: Path) -> None:
-        endpoint = f"ipc://{directory}/control"
-        config = AgentConfig.model_validate(
-            {
-                "namespace": "default", "name": "sample", "uid": "17", "device": "CPU", "transport": "IPC",
-                "receivers": 1, "joinTimeoutSeconds": WAIT_SECONDS, "bind": endpoint, "connect": endpoint,
-                "runtimeDir": str(directory),
-            }
-        )  # fmt: skip
-        self.sender = Sender({"weight": torch.ones(1000), "bias": torch.ones(10)}, config=config)
-        self.engine = Engine(config, 1)
-        self.sending = AgentServer(self.sender, "127.0.0.1:0", 0)
-        self.receiving = AgentServer(self.engine.receiver, f"unix:{directory}", 1)
-        until(lambda: self.engine.receiver.state.state == AgentState.JOINED)
-
-    def close(self) -> None:
-        self.sender.close()
-        self.engine.close()
-        self.sending.close()
-        self.receiving.close()
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    # Not pytest's tmp_path: a Unix socket's path has at most 107 bytes.
-    with tempfile.TemporaryDirectory(prefix="ws-") as name:
-        yield Path(name)
-
-
-@pytest.fixture
-def group(directory: Path) -> Iterator[Group]:
-    made = Group(directory)
-    yield made
-    made.close()
-
-
-class UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: str) -> None:
-        super().__init__("localhost", timeout=WAIT_SECONDS)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(WAIT_SECONDS)
-        self.sock.connect(self._path)
-
-
-def ask(server: AgentServer, path: str, method: str = "GET", **options: Any) -> tuple[int, str]:
-    """Status and body."""
-    if server.address.startswith("/"):
-        connection: http.client.HTTPConnection = UnixConnection(server.address)
-    else:
-        host, _, port = server.address.rpartition(":")
-        connection = http.client.HTTPConnection(host, int(port), timeout=WAIT_SECONDS)
-    try:
-        connection.request(method, path, **options)
-        response = connection.getresponse()
-        return response.status, response.read().decode()
-    finally:
-        connection.close()
-
-
-def report(server: AgentServer, query: str) -> Report:
-    status, body = ask(server, f"/report?{query}")
-    assert status == 200, body
-    return Report.model_validate_json(body)
-
-
-def samples(server: AgentServer) -> dict[str, float]:
-    """Metrics by name and labels, as Prometheus reads them."""
-    status, body = ask(server, "/metrics")
-    assert status == 200
-    found = {}
-    for family in text_string_to_metric_families(body):
-        for sample in family.samples:
-            labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
-            found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
-    return found
-
-
-def until(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not reached():
-        assert time.monotonic() < deadline, "it did not come to this in time"
-        time.sleep(0.01)
-
 
 # --- health and readiness -------------------------------------------------------------------------------------------
 
@@ -374,84 +245,3 @@ def test_the_end_waits_for_nobody_where_nobody_reads(group: Group, monkeypatch: 
     began = time.monotonic()
     group.sending.linger(WAIT_SECONDS)
     assert time.monotonic() - began < WAIT_SECONDS / 2
-
-
-# --- metrics --------------------------------------------------------------------------------------------------------
-
-
-def test_metrics_count_each_step_once_however_often_they_are_read(group: Group) -> None:
-    for _ in range(3):
-        group.sender.step()
-        samples(group.sending)
-    found = samples(group.sending)
-    assert found["weightsync_steps_total{result=complete}"] == 3
-    assert found["weightsync_steps_total{result=failed}"] == 0
-    assert found["weightsync_step_duration_seconds_count"] == 3
-    assert 0 < found["weightsync_step_duration_seconds_sum"] < WAIT_SECONDS
-    assert found["weightsync_ack_latency_seconds_count"] == 3
-    assert found["weightsync_step_bytes_total"] == 3 * 4040
-    assert found["weightsync_last_step"] == 3
-    assert found["weightsync_ready"] == 1
-    assert found["weightsync_receivers"] == 1
-
-
-def test_metrics_tell_more_steps_than_a_report_keeps(group: Group) -> None:
-    for number in range(150):
-        group.sender.step()
-        if number % 50 == 0:  # nobody does 64 steps within a look at them
-            until(lambda told=number + 1: group.sending.metrics._seen == told)
-    assert samples(group.sending)["weightsync_steps_total{result=complete}"] == 150
-
-
-def test_a_failed_step_and_its_error_are_counted_on_both_sides(group: Group) -> None:
-    group.sender.step()
-    group.engine.fail.set()
-    with pytest.raises(StepFailed):
-        group.sender.step()
-    sender, receiver = samples(group.sending), samples(group.receiving)
-    assert sender["weightsync_steps_total{result=failed}"] == 1
-    assert sender["weightsync_errors_total{kind=receiver}"] == 1
-    assert receiver["weightsync_errors_total{kind=load}"] == 1
-    assert receiver["weightsync_ready"] == 0
-    assert receiver["weightsync_last_step"] == 1
-
-
-def test_memory_metrics_are_those_of_the_report(group: Group) -> None:
-    group.sender.step()
-    me, found = group.sender.report().agents[0].memory, samples(group.sending)
-    assert found["weightsync_reserved_bytes"] == me.reserved_after > 0
-    assert found["weightsync_allocated_bytes"] == me.allocated_after
-    assert found["weightsync_reserved_growth_bytes"] == me.reserved_after - me.reserved_before
-    assert samples(group.receiving)["weightsync_reserved_bytes"] > 0
-
-
-def test_build_info_names_the_versions(group: Group) -> None:
-    info = next(name for name in samples(group.sending) if name.startswith("weightsync_build_info{"))
-    assert f"torch={torch.__version__}" in info
-    assert "protocol=1" in info
-    assert "version=" in info
-
-
-def test_metrics_follow_the_conventions_and_their_number_is_bounded(group: Group) -> None:
-    group.sender.step()
-    text = ask(group.sending, "/metrics")[1]
-    names = set()
-    for family in text_string_to_metric_families(text):
-        assert family.name.startswith("weightsync_")
-        assert family.documentation.endswith(".")
-        for unit in ("bytes", "seconds"):
-            if unit in family.name:
-                assert f"in {unit}" in family.documentation, f"{family.name}: the help text has no unit"
-        for sample in family.samples:
-            assert not sample.name.endswith("_created")
-            names |= set(sample.labels)
-    assert names == {"result", "kind", "le", "version", "torch", "protocol"}
-
-
-def test_a_trainers_own_metrics_stay_its_own(group: Group) -> None:
-    assert not any("weightsync" in family.name for family in prometheus_client.REGISTRY.collect())
-
-
-def test_metrics_come_in_the_format_that_is_asked_for(group: Group) -> None:
-    text = ask(group.sending, "/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})[1]
-    assert text.endswith("# EOF\n")
