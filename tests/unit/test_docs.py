@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -209,6 +210,24 @@ def test_every_option_of_a_class_is_on_its_page(page: str, call: Callable[..., o
     options = [name for name, one in inspect.signature(call).parameters.items() if one.kind == one.KEYWORD_ONLY]
     assert options
     assert [name for name in options if not re.search(rf"`[^`]*\b{name}\b[^`]*`", text)] == []
+
+
+def test_every_field_of_the_spec_is_on_a_page_or_in_an_example() -> None:
+    files = [*PAGES, *(ROOT / "examples").rglob("*.yaml")]
+    words = set(re.findall(r"\w+", " ".join(path.read_text() for path in files)))
+    assert [path for path in fields(spec_schema(), "spec") if path.rpartition(".")[2] not in words] == []
+
+
+def spec_schema() -> dict[str, Any]:
+    definition = yaml.safe_load((ROOT / "crds" / "weightsync.dev_weightsyncs.yaml").read_text())
+    schema: dict[str, Any] = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    return schema
+
+
+def fields(schema: dict[str, Any], path: str) -> Iterator[str]:
+    for name, below in schema.get("properties", {}).items():
+        yield f"{path}.{name}"
+        yield from fields(below, f"{path}.{name}")
 
 
 def test_every_error_that_the_library_page_names_can_be_caught() -> None:
