@@ -31,6 +31,9 @@ gpus=8
 host_ip=10.254.0.1 node_ip=10.254.0.2 # of the link, a /30
 pod_cidr=10.244.0.0/24 service_cidr=10.96.0.0/16
 servers=(etcd kube-apiserver kube-controller-manager kube-scheduler containerd kubelet kube-proxy coredns device-plugin network-policies)
+# What the kubelet sets for the whole machine, and `down` sets back.
+kernel=(vm.overcommit_memory vm.panic_on_oom kernel.panic kernel.panic_on_oops kernel.keys.root_maxkeys kernel.keys.root_maxbytes)
+watched= # whether a server that ends makes all waiting vain
 needed=(containerd runc containernetworking-plugins nftables iptables conntrack iproute2 procps openssl)
 
 if [ -e /sys/fs/cgroup/cgroup.controllers ]; then cgroup=/sys/fs/cgroup/$name; else cgroup=/sys/fs/cgroup/pids/$name; fi
@@ -44,6 +47,7 @@ until_true() {
   local deadline=$((SECONDS + $1))
   shift
   until "$@" >/dev/null 2>&1; do
+    [ -z "$watched" ] || all_run || return 1
     ((SECONDS < deadline)) || { say "gave up waiting for: $*"; return 1; }
     sleep 0.2
   done
@@ -78,9 +82,11 @@ packages() {
   names=$(missing)
   [ -z "$names" ] && return
   say "installing ${names//$'\n'/ }"
-  apt-get update -qq
+  # A machine that has just started often updates itself first.
+  local -a apt=(apt-get -qq -o DPkg::Lock::Timeout=300 -o Acquire::Retries=3)
+  "${apt[@]}" update
   # shellcheck disable=SC2086
-  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $names >/dev/null
+  DEBIAN_FRONTEND=noninteractive "${apt[@]}" install -y --no-install-recommends $names >/dev/null
 }
 
 # --- configuration --------------------------------------------------------------------------------------------------
@@ -195,6 +201,7 @@ configure() {
 	  }
 	}
 	COREFILE
+  sysctl "${kernel[@]}" >"$conf/sysctl" 2>/dev/null || true
   touch "$conf/done"
 }
 
@@ -251,6 +258,23 @@ identity() { echo "$1 $(cut -d' ' -f22 "/proc/$1/stat" 2>/dev/null)"; } # pid an
 pid_of() { cut -d' ' -f1 "$run/$1.pid"; }
 running() { [ -e "$run/$1.pid" ] && [ "$(cat "$run/$1.pid")" = "$(identity "$(pid_of "$1")")" ]; }
 stopped() { ! running "$1"; }
+
+# all_run: whether every server that was started still does
+all_run() {
+  local file server
+  for file in "$run"/*.pid; do
+    server=$(basename "$file" .pid)
+    running "$server" || { say "$server ended"; return 1; }
+  done
+}
+
+# last_words: of every server, at the end of a start that failed
+last_words() {
+  local file
+  for file in "$log"/*.log; do
+    [ ! -s "$file" ] || { say "the end of $file:" && tail -n 5 "$file" >&2; }
+  done
+}
 
 # spawn NAME COMMAND...: in the background, unless it runs
 spawn() {
@@ -326,22 +350,22 @@ up() {
   bin=$("$here/build.sh")
   started=$SECONDS
   configure
+  watched=yes
+  trap '[ $? = 0 ] || last_words' EXIT
   network
   cgroups
   for server in etcd kube-apiserver containerd; do start "$server"; done
-  until_true 60 ctr version
+  until_true 300 ctr version
   pause_image
-  until_true 120 kubectl get --raw /readyz
+  until_true 300 kubectl get --raw /readyz
   kubectl get clusterrolebinding node >/dev/null 2>&1 ||
     kubectl create clusterrolebinding node --clusterrole view --user coredns --user network-policies >/dev/null
   for server in "${servers[@]}"; do start "$server"; done
-  until_true 120 kubectl wait --for condition=Ready "node/$node" --timeout 5s
-  until_true 60 kubectl get serviceaccount default
-  until_true 60 gpus_ready
+  until_true 300 kubectl wait --for condition=Ready "node/$node" --timeout 5s
+  until_true 300 kubectl get serviceaccount default
+  until_true 300 gpus_ready
   policies
-  for server in "${servers[@]}"; do
-    running "$server" || { say "$server ended:" && tail -n 5 "$log/$server.log" >&2 && return 1; }
-  done
+  all_run
   say "ready after $((SECONDS - started)) s: export KUBECONFIG=$kubeconfig"
 }
 
@@ -397,6 +421,7 @@ down() {
   [ "$(ls -A /etc/cni/net.d 2>/dev/null)" != cni.lock ] || rm -rf /etc/cni
   find /run/containerd -type d -empty -delete 2>/dev/null || true
   rmdir /var/log/containers /var/lib/cni/results /var/lib/cni /var/lib/kubelet 2>/dev/null || true
+  [ ! -e "$conf/sysctl" ] || sysctl -qp "$conf/sysctl" || true
   rm -rf --one-file-system "$state"
 }
 
