@@ -39,7 +39,7 @@ LOOK_SECONDS = 0.5
 ANSWER_SECONDS = 5.0
 LAST_WORD_SECONDS = 10.0
 """A server whose engine died answers with errors for a moment before it ends with the reason."""
-TERM_SECONDS = 1.0
+TERM_SECONDS = 0.8
 """From SIGTERM to SIGKILL: this process itself is to be gone in two."""
 
 
@@ -132,10 +132,10 @@ def follow(command: Sequence[str], url: str, workers: int, start_seconds: float)
         return _idle(rank, rank - (rank - 1) % workers)
     parts = [FollowedWorker(config, rank + index) for index in range(workers)]
     with contextlib.ExitStack() as stack:
+        for served in _served(parts):
+            stack.callback(served.close)
         server = Server(command, url, workers)
         stack.callback(server.close)
-        for part in _served(parts):
-            stack.callback(part.close)
         server.wait(start_seconds)
         follower = Follower(url, config, parts, server.check)
         stack.callback(follower.close)
