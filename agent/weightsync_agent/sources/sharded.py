@@ -25,6 +25,7 @@ class ShardedGatherer(Gatherer):
 
     plain = False
     sharded = True
+    all_lead = False
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class ShardedGatherer(Gatherer):
                 f"{dist.get_world_size()} ranks: WeightSync gathers over all ranks or over a mesh of one dimension"
             )
         self._leader = int(mesh.mesh.flatten()[0])
-        self.leads = dist.get_rank() == self._leader
+        self.leads = self.all_lead or dist.get_rank() == self._leader
         self._control_device = torch.device(mesh.device_type)
         self._kept: dict[int, torch.Tensor] = {}
 
@@ -138,16 +139,7 @@ class EachRankGatherer(ShardedGatherer):
     gathered once. Who is slow holds up the others: their deadlines are the process group's timeout.
     """
 
-    def __init__(
-        self,
-        names: list[str],
-        tensors: list[torch.Tensor],
-        manifest: Manifest,
-        values: Values | None = None,
-    ) -> None:
-        super().__init__(names, tensors, manifest, values)
-        self.leads = True
-        self._ranks = dist.get_world_size(self._group)
+    all_lead = True
 
     def conclude(self) -> None:
         self._kept = {}
@@ -175,6 +167,6 @@ class EachRankGatherer(ShardedGatherer):
     def _told(self, mine: torch.Tensor) -> list[torch.Tensor]:
         """`mine` of every rank, by rank."""
         own = mine.to(self._control_device)
-        told = [torch.empty_like(own) for _ in range(self._ranks)]
+        told = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(told, own, group=self._group)
         return told
