@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -20,9 +19,10 @@ from pathlib import Path
 
 import yaml
 from kubectl import Kubectl, Tree
+from loopback import addresses
 
 HERE = Path(__file__).parent
-READY_SECONDS = 90.0
+READY_SECONDS = 200.0
 ADMIN, OPERATOR = "admin", "operator"
 TOKENS = {ADMIN: "token-of-the-admin", OPERATOR: "token-of-the-operator"}
 CONTROLLERS = (
@@ -53,8 +53,8 @@ class ControlPlane(Kubectl):
         self.operator_kubeconfig = self.dir / f"{OPERATOR}.kubeconfig"
         self.audit_log = self.dir / "audit.log"
         self._servers: dict[str, subprocess.Popen[bytes]] = {}
-        self._etcd, peer, self._port = _free_ports(3)
-        self._commands = self._configure(peer)
+        self._address = next(addresses)
+        self._commands = self._configure()
         if not scheduler:
             del self._commands["kube-scheduler"]
 
@@ -122,13 +122,17 @@ class ControlPlane(Kubectl):
         """For a ServiceAccount, with a token of it as a pod gets one."""
         token = self.kubectl("-n", namespace, "create", "token", account, "--duration=1h").strip()
         path = self.dir / f"{namespace}-{account}.kubeconfig"
-        path.write_text(_kubeconfig(token, self._port, self.dir / "tls" / "apiserver.crt"))
+        path.write_text(_kubeconfig(token, self._server, self.dir / "tls" / "apiserver.crt"))
         path.chmod(0o600)
         return path
 
+    @property
+    def _server(self) -> str:
+        return f"https://{self._address}:6443"
+
     # --- configuration ----------------------------------------------------------------------------------------------
 
-    def _configure(self, peer: int) -> dict[str, Sequence[str]]:
+    def _configure(self) -> dict[str, Sequence[str]]:
         key = self.dir / "sa.key"
         subprocess.run(
             ["openssl", "ecparam", "-genkey", "-name", "prime256v1", "-noout", "-out", str(key)],
@@ -147,7 +151,7 @@ class ControlPlane(Kubectl):
         tokens.write_text("".join(f'{token},{user},{user},"system:masters"\n' for user, token in TOKENS.items()))
         certificate = self.dir / "tls" / "apiserver.crt"
         for user, path in ((ADMIN, self.kubeconfig), (OPERATOR, self.operator_kubeconfig)):
-            path.write_text(_kubeconfig(TOKENS[user], self._port, certificate))
+            path.write_text(_kubeconfig(TOKENS[user], self._server, certificate))
             path.chmod(0o600)
         policy = self.dir / "audit.yaml"
         policy.write_text(
@@ -155,19 +159,19 @@ class ControlPlane(Kubectl):
             f"rules: [{{level: Metadata, users: [{OPERATOR}]}}, "
             "{level: Metadata, userGroups: ['system:serviceaccounts']}, {level: None}]\n"
         )
-        etcd = f"http://127.0.0.1:{self._etcd}"
+        etcd = f"http://{self._address}:2379"
         client = ["--kubeconfig", str(self.kubeconfig), "--leader-elect=false", "--secure-port=0"]
         client += ["--kube-api-qps=1000", "--kube-api-burst=1000"]
         return {
             "etcd": [
                 *("--data-dir", str(self.dir / "etcd"), "--unsafe-no-fsync", "--log-level", "warn"),
                 *("--listen-client-urls", etcd, "--advertise-client-urls", etcd),
-                *("--listen-peer-urls", f"http://127.0.0.1:{peer}"),
+                *("--listen-peer-urls", f"http://{self._address}:2380"),
             ],
             "kube-apiserver": [
-                *("--etcd-servers", etcd, "--bind-address", "127.0.0.1", "--secure-port", str(self._port)),
+                *("--etcd-servers", etcd, "--bind-address", self._address, "--secure-port", "6443"),
                 # The address of a loopback server can't be an endpoint of a Service: there is none.
-                *("--advertise-address", "127.0.0.1", "--endpoint-reconciler-type", "none"),
+                *("--advertise-address", self._address, "--endpoint-reconciler-type", "none"),
                 *("--cert-dir", str(self.dir / "tls"), "--token-auth-file", str(tokens)),
                 *("--authorization-mode", "RBAC", "--service-cluster-ip-range", "10.96.0.0/16"),
                 *("--service-account-issuer", "https://kubernetes.default.svc.cluster.local"),
@@ -211,9 +215,9 @@ def _resource(reference: Mapping[str, str]) -> str:
     return reference["resource"] + (f"/{reference['subresource']}" if reference.get("subresource") else "")
 
 
-def _kubeconfig(token: str, port: int, certificate: Path) -> str:
+def _kubeconfig(token: str, server: str, certificate: Path) -> str:
     # The server's certificate is made by itself as it starts.
-    cluster = {"server": f"https://127.0.0.1:{port}", "certificate-authority": str(certificate)}
+    cluster = {"server": server, "certificate-authority": str(certificate)}
     return yaml.safe_dump(
         {
             "apiVersion": "v1",
@@ -224,11 +228,3 @@ def _kubeconfig(token: str, port: int, certificate: Path) -> str:
             "users": [{"name": "test", "user": {"token": token}}],
         }
     )
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]

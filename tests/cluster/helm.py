@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import uuid
@@ -14,8 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import yaml
-from control_plane import ControlPlane
+from control_plane import ControlPlane, end_with_parent
 from kubectl import Kubectl, Tree
+from loopback import addresses
 from operator_process import OperatorProcess, Sender, eventually, manifest, run_pods
 
 CHART = Path(__file__).parents[2] / "charts" / "weightsync"
@@ -69,9 +69,7 @@ class InstalledOperator(OperatorProcess):
         self.deployment = deployment
         pod: Tree = deployment["spec"]["template"]["spec"]
         self.user = f"system:serviceaccount:{namespace}:{pod['serviceAccountName']}"
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.http = f"127.0.0.1:{free.getsockname()[1]}"
+        self.http = f"{next(addresses)}:8080"
         (container,) = pod["containers"]
         assert container["command"] == ["weightsync-operator"]
         arguments = [f"--http={self.http}" if a.startswith("--http=") else a for a in container["args"]]
@@ -83,6 +81,7 @@ class InstalledOperator(OperatorProcess):
             [sys.executable, "-m", "weightsync_operator.main", *arguments],
             env={**os.environ, "KUBECONFIG": str(cluster.kubeconfig_of(namespace, pod["serviceAccountName"]))},
             stderr=self._log,
+            preexec_fn=end_with_parent,
         )
 
     def forbidden(self) -> list[str]:

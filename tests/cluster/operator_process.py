@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable
@@ -19,12 +18,13 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from control_plane import ControlPlane, Tree, end_with_parent
+from loopback import addresses
 from weightsync_agent.http import AgentServer
 from weightsync_api.reports import AgentReport, AgentState, MemorySample, ReceiverStep, Report, StepReport
 from weightsync_operator.plan import HTTP_PORT
 
-WAIT_SECONDS = 60.0
-addresses = (f"127.8.{os.getpid() % 250}.{n}" for n in itertools.count(1))
+WAIT_SECONDS = 120.0
+"""Only ends a wait that would not end: everything waited for comes as soon as a busy machine allows."""
 MEMORY = MemorySample(reserved_before=1 << 30, reserved_after=1 << 30, allocated_after=1 << 20, peak=1 << 30)
 
 
@@ -50,9 +50,7 @@ class OperatorProcess:
     """`weightsync-operator`, until the end of the block."""
 
     def __init__(self, cluster: ControlPlane, *arguments: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.http = f"127.0.0.1:{free.getsockname()[1]}"
+        self.http = f"{next(addresses)}:8080"
         self._log = (cluster.dir / f"operator-{self.http}.log").open("wb")
         command = [sys.executable, "-m", "weightsync_operator.main", "--agent-image", "agent:1", "--http", self.http]
         self.process = subprocess.Popen(
@@ -63,7 +61,7 @@ class OperatorProcess:
         )
 
     def __enter__(self) -> Self:
-        eventually(lambda: self.get("healthz") is not None)
+        eventually(self.answers)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -75,9 +73,25 @@ class OperatorProcess:
             with open(self._log.name) as log:
                 print(log.read()[-6000:])
 
-    def get(self, path: str) -> str | None:
+    def answers(self) -> bool:
+        """Whether it serves HTTP: healthy or not is another question."""
         try:
-            with urllib.request.urlopen(f"http://{self.http}/{path}", timeout=5) as answer:
+            urllib.request.urlopen(f"http://{self.http}/healthz", timeout=WAIT_SECONDS).close()
+        except urllib.error.HTTPError:
+            return True
+        except OSError:
+            assert self.process.poll() is None, "the operator ended"
+            return False
+        return True
+
+    def ended(self) -> int:
+        """Its exit code, once it has one."""
+        return self.process.wait(WAIT_SECONDS)
+
+    def get(self, path: str) -> str | None:
+        """None where it does not answer, or answers that it is not well."""
+        try:
+            with urllib.request.urlopen(f"http://{self.http}/{path}", timeout=WAIT_SECONDS) as answer:
                 return str(answer.read().decode())
         except OSError:
             return None

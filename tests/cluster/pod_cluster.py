@@ -298,13 +298,19 @@ def ended_at(step: Tree) -> float:
 
 
 def cause_then_condition(
-    ws: WeightSyncOnCluster, cause: Callable[[], bool], reason: str, words: Sequence[str], within: float = 5.0
+    ws: WeightSyncOnCluster, cause: Callable[[], bool], reasons: Sequence[str], words: Sequence[str]
 ) -> Tree:
-    """Waits until the cluster itself knows a cause, and then at most `within` seconds for the condition."""
+    """Waits until the cluster itself knows a cause, and then for the condition: by one of `reasons`."""
+    told: Tree = {}
+
+    def is_told() -> bool:
+        nonlocal told
+        told = ws.condition()
+        return told.get("reason") in reasons
+
     eventually(cause, STARTED_SECONDS)
-    took = eventually(lambda: ws.condition().get("reason") == reason, within)
-    told = ws.condition()
-    print(f"{reason} was told {took:.1f} s after the cluster knew: {told['message']}")
+    took = eventually(is_told)
+    print(f"{told['reason']} was told {took:.1f} s after the cluster knew: {told['message']}")
     assert told["status"] == "False"
     for word in words:
         assert word in told["message"], told["message"]

@@ -67,6 +67,15 @@ def condition(operator: Operator, kind: str, name: str = "demo") -> tuple[str, s
     return found["status"], found["reason"], found["message"]
 
 
+def unscheduled_pods(operator: Operator, count: int) -> None:
+    """Returns once the scheduler has said of so many pods that there is no node for them."""
+
+    def told(pod: Tree) -> bool:
+        return any(c["type"] == "PodScheduled" for c in pod["status"].get("conditions", []))
+
+    eventually(lambda: sum(told(pod) for pod in operator.cluster.list("pods", operator.namespace)) == count)
+
+
 def pod_count(operator: Operator, count: int) -> list[Tree]:
     eventually(lambda: len(operator.cluster.list("pods", operator.namespace)) == count)
     return operator.cluster.list("pods", operator.namespace)

@@ -12,7 +12,8 @@ from typing import Any
 import psutil
 import pytest
 from control_plane import ControlPlane, Tree
-from operator_process import MEMORY, OperatorProcess, addresses, eventually, manifest, run_pods
+from loopback import addresses
+from operator_process import MEMORY, OperatorProcess, eventually, manifest, run_pods
 from weightsync_api.reports import AgentReport, AgentState, ReceiverStep, Report, StepReport
 from weightsync_operator.plan import HTTP_PORT
 

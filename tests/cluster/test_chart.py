@@ -39,7 +39,7 @@ def test_an_upgrade_and_a_rollback_leave_the_receivers_alone(
             # As the Deployment does: the next one is there before the former goes.
             with InstalledOperator(plane, home) as upgraded:
                 operator.process.terminate()
-                assert operator.process.wait(15) == 0
+                assert operator.ended() == 0
                 eventually(lambda: upgraded.get("readyz") == "ok\n" and upgraded.passes() > 0)
                 sender.step()
                 eventually(lambda: step_of(plane, team) == 2)
@@ -128,7 +128,7 @@ def test_nothing_is_left_at_uninstall_where_the_definition_is_not_kept(
         eventually(lambda: len(plane.list("pods", team)) == 2)
         helm.uninstall(home)
         operator.process.terminate()
-        assert operator.process.wait(15) in (0, 1)
+        assert operator.ended() in (0, 1)
     eventually(lambda: everything(plane) - before == set())
 
 

@@ -80,7 +80,7 @@ def test_one_of_its_namespaces_that_goes_does_not_stop_the_operator_of_several(
             applied(plane, manifest("before"), team)
             eventually(lambda: len(plane.list("pods", team)) == 2)
             operator.process.terminate()
-            assert operator.process.wait(15) == 0
+            assert operator.ended() == 0
         with InstalledOperator(plane, home):
             applied(plane, manifest("after"), team)
             eventually(lambda: len(plane.list("pods", team)) == 4)

@@ -38,6 +38,18 @@ def pods(cluster: ControlPlane, namespace: str) -> int:
     return len(cluster.list("pods", namespace))
 
 
+def settled(cluster: ControlPlane, namespace: str) -> bool:
+    """Whether a first step is in the status and was told in an event, after which nothing is due."""
+    reasons = [event["reason"] for event in cluster.list("events", namespace)]
+    return ready(cluster, namespace) == "True" and "Synced" in reasons
+
+
+def scheduler_is_quoted(cluster: ControlPlane, namespace: str, name: str) -> bool:
+    """Of every pod: nothing is to come then, as no pod ever gets a node."""
+    agents = status(cluster, namespace, name).get("agents", [])
+    return bool(agents) and all("no nodes available" in agent["message"] for agent in agents)
+
+
 def test_from_apply_to_ready_and_every_step_is_in_the_status(
     cluster: ControlPlane, namespace: str, sender: Sender
 ) -> None:
@@ -46,7 +58,7 @@ def test_from_apply_to_ready_and_every_step_is_in_the_status(
         eventually(lambda: pods(cluster, namespace) == 2)
         run_pods(cluster, namespace, sender)
         sender.step()
-        cluster.kubectl("-n", namespace, "wait", "--for=condition=Ready", "ws/demo", "--timeout=60s")
+        cluster.kubectl("-n", namespace, "wait", "--for=condition=Ready", "ws/demo", "--timeout=50s")
         for number in range(2, 5):
             ended = sender.step()
             eventually(lambda n=number: status(cluster, namespace).get("step") == n)  # type: ignore[misc]
@@ -100,28 +112,18 @@ def test_steps_done_while_the_operator_was_killed_are_in_the_history(
 def test_a_cold_start_writes_nothing_where_nothing_differs(
     cluster: ControlPlane, namespace: str, sender: Sender
 ) -> None:
-    with OperatorProcess(cluster, "-n", namespace) as first:
+    with OperatorProcess(cluster, "-n", namespace, "--status-interval", "0") as first:
         for name in ("demo", "other"):
             assert cluster.apply(manifest(name, receivers={"replicas": 2}), namespace).returncode == 0
         eventually(lambda: pods(cluster, namespace) == 6)
-        eventually(lambda: all(ready(cluster, namespace, name) == "False" for name in ("demo", "other")))
-        unchanged = first.passes("unchanged")
-        # Until the schedulers' words about every pod are in the status: nothing is due any more.
-        eventually(lambda: first.metric("weightsync_operator_queue_depth") == 0 and _settled(cluster))
-        assert unchanged <= first.passes("unchanged")
+        eventually(lambda: all(scheduler_is_quoted(cluster, namespace, name) for name in ("demo", "other")))
         first.process.send_signal(signal.SIGTERM)
-        assert first.process.wait(10) == 0
+        assert first.ended() == 0
     before = cluster.writes()
     with OperatorProcess(cluster, "-n", namespace) as second:
         eventually(lambda: second.passes("unchanged") >= 2)
         assert cluster.writes()[len(before) :] == []
         assert second.passes("written|failed") == 0
-
-
-def _settled(cluster: ControlPlane) -> bool:
-    count = len(cluster.writes())
-    time.sleep(3)
-    return len(cluster.writes()) == count
 
 
 def test_an_idle_operator_asks_the_api_server_nothing_and_ends_at_once(
@@ -132,16 +134,17 @@ def test_an_idle_operator_asks_the_api_server_nothing_and_ends_at_once(
         eventually(lambda: pods(cluster, namespace) == 2)
         run_pods(cluster, namespace, sender)
         sender.step()
-        eventually(lambda: ready(cluster, namespace) == "True")
-        eventually(lambda: _settled(cluster))
+        eventually(lambda: settled(cluster, namespace))
         before = len(list(cluster.audit()))
         time.sleep(5)
-        assert [e for e in list(cluster.audit())[before:] if e["verb"] != "watch"] == []
+        # Once a minute, and half a minute after its start, it compares what it knows with all there is: page by page.
+        later = [e for e in list(cluster.audit())[before:] if e["verb"] != "watch" and "limit=" not in e["requestURI"]]
+        assert later == []
         maps = Path(f"/proc/{operator.process.pid}/maps").read_text()
         assert "torch" not in maps, "it has nothing to do with tensors"
         began = time.monotonic()
         operator.process.send_signal(signal.SIGTERM)
-        assert operator.process.wait(10) == 0
+        assert operator.ended() == 0
         print(f"it ended {time.monotonic() - began:.2f} s after SIGTERM")
 
 
@@ -151,7 +154,7 @@ def test_an_operator_that_hears_nothing_says_so_in_healthz(cluster: ControlPlane
 
         def unhealthy() -> bool:
             try:
-                urllib.request.urlopen(f"http://{operator.http}/healthz", timeout=10).close()
+                urllib.request.urlopen(f"http://{operator.http}/healthz", timeout=60).close()
             except urllib.error.HTTPError as error:
                 return error.code == 503 and b"no event and no bookmark of /api" in error.read()
             return False
@@ -213,7 +216,7 @@ def test_of_two_operators_one_acts_and_the_other_takes_over(cluster: ControlPlan
             assert second.passes() == 0
             assert second.get("readyz") == "waits for the Lease\n"
             first.process.send_signal(signal.SIGTERM)
-            assert first.process.wait(10) == 0
+            assert first.ended() == 0
             print(f"taken over in {eventually(lambda: second.get('readyz') == 'ok' + chr(10)):.1f} s after SIGTERM")
             assert cluster.apply(manifest("two"), namespace).returncode == 0
             eventually(lambda: pods(cluster, namespace) == 4)
@@ -227,7 +230,7 @@ def test_an_operator_whose_lease_is_taken_ends_with_1(cluster: ControlPlane, nam
         eventually(lambda: operator.get("readyz") == "ok\n")
         patch = json.dumps({"spec": {"holderIdentity": "somebody", "leaseDurationSeconds": 3600}})
         cluster.kubectl("-n", namespace, "patch", "lease/operator", "--type=merge", "-p", patch)
-        assert operator.process.wait(30) == 1
+        assert operator.ended() == 1
 
 
 def test_what_only_events_tell_is_in_the_condition_soon(cluster: ControlPlane, namespace: str) -> None:
@@ -255,12 +258,12 @@ def test_a_restart_takes_nothing_back_and_repeats_nothing(
         eventually(lambda: pods(cluster, namespace) == 2)
         run_pods(cluster, namespace, sender)
         sender.step()
-        eventually(lambda: ready(cluster, namespace) == "True")
-        eventually(lambda: _settled(cluster))
+        eventually(lambda: settled(cluster, namespace))
     before = cluster.writes()
     with OperatorProcess(cluster, "-n", namespace) as second:
         eventually(lambda: second.passes("unchanged") >= 1)
         assert cluster.writes()[len(before) :] == []
         sender.step()
         eventually(lambda: status(cluster, namespace)["step"] == 2)
+        eventually(lambda: cluster.writes()[len(before) :] != [])  # the API server notes it once it has answered
         assert cluster.writes()[len(before) :] == ["patch weightsyncs/status demo"]

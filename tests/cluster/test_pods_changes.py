@@ -11,7 +11,6 @@ from pod_cluster import STARTED_SECONDS, Lines, PodCluster, WeightSyncOnCluster,
 pytestmark = pytest.mark.timeout(600)
 
 KINDS = "statefulsets,pods,services,configmaps,secrets,networkpolicies,poddisruptionbudgets,controllerrevisions"
-GONE_SECONDS = 30.0
 
 
 @pytest.fixture
@@ -104,8 +103,8 @@ def test_a_field_that_can_not_change_is_refused_in_a_sentence(running: WeightSyn
 
 def test_deleted_everything_is_gone_in_seconds(running: WeightSyncOnCluster) -> None:
     began = time.monotonic()
-    running.kubectl("delete", "ws/demo", "--timeout=20s")
-    eventually(lambda: left(running) == [], GONE_SECONDS)
+    running.kubectl("delete", "ws/demo", "--timeout=50s")
+    eventually(lambda: left(running) == [])
     print(f"all is gone {time.monotonic() - began:.1f} s after delete")
 
 
@@ -113,8 +112,8 @@ def test_deleted_while_the_operator_is_down_everything_is_gone_in_seconds(runnin
     running.cluster.scale_operator(0)
     try:
         began = time.monotonic()
-        running.kubectl("delete", "ws/demo", "--timeout=20s")
-        eventually(lambda: left(running) == [], GONE_SECONDS)
+        running.kubectl("delete", "ws/demo", "--timeout=50s")
+        eventually(lambda: left(running) == [])
         print(f"all is gone {time.monotonic() - began:.1f} s after delete, without an operator")
     finally:
         running.cluster.scale_operator(1)

@@ -6,7 +6,7 @@ import json
 
 from control_plane import Tree
 from operator_process import eventually, manifest
-from reconciling import Operator, applied, children, condition, pod_count
+from reconciling import Operator, applied, children, condition, pod_count, unscheduled_pods
 
 
 def test_one_pass_makes_every_object_with_an_owner_and_the_pods_follow(operator: Operator) -> None:
@@ -40,7 +40,7 @@ def test_one_pass_makes_every_object_with_an_owner_and_the_pods_follow(operator:
 def test_a_second_pass_writes_nothing_nor_does_another_operator_s_first(operator: Operator) -> None:
     applied(operator, manifest(receivers={"replicas": 2, "template": template()}))
     operator.passes("demo")
-    pod_count(operator, 3)
+    unscheduled_pods(operator, 3)
     operator.passes("demo", "demo")  # the pods' state goes into the status
     before = operator.cluster.writes()
     assert "patch statefulsets demo-sender" in before

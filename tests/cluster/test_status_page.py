@@ -38,7 +38,7 @@ def shown(cluster: ControlPlane, namespace: str) -> Iterator[str]:
                 sender.step()
                 eventually(lambda n=number: status(cluster, namespace).get("step") == n)  # type: ignore[misc]
             # Every pod is seen as running by then.
-            eventually(lambda: status(cluster, namespace).get("replicas") == 2)
+            cluster.kubectl("-n", namespace, "wait", "--for=condition=Ready", f"ws/{NAME}", "--timeout=50s")
             yield namespace
     finally:
         sender.close()
