@@ -258,7 +258,7 @@ class AgentServer:
             if newest > after or report.finished or deadline.passed or _states(report) != first:
                 return report
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stepped.wait(), min(TICK_SECONDS, deadline.remaining))
+                await asyncio.wait_for(stepped.wait(), min(TICK_SECONDS, max(deadline.remaining, 0.001)))
 
     @staticmethod
     def _me(report: Report) -> AgentReport:
