@@ -49,3 +49,19 @@ def test_the_running_engine_s_tokens_are_those_of_an_engine_started_on_the_new_w
     (after,) = run("llm", vllm_models.write(tmp_path / "old", kind, 100), kind, [7], plain=False)
     (started,) = run("fresh", vllm_models.write(tmp_path / "new", kind, 7), kind, [7], plain=False)
     assert after["tokens"] == started["tokens"]
+
+
+def test_a_quantised_engine_is_fed_layer_by_layer_and_says_what_one_started_on_the_new_weights_does(
+    tmp_path: Path,
+) -> None:
+    # `plain`: what is named is named for its quantisation then, not for a CPU's packing.
+    said = run("llm", vllm_models.write(tmp_path / "old", "int8", 100), "int8", [6, 7], plain=True)
+    (started,) = run("fresh", vllm_models.write(tmp_path / "new", "int8", 7), "int8", [7], plain=True)
+    assert said[0]["tokens"] != said[1]["tokens"] == started["tokens"]
+    for line in said:
+        assert not line["in_place"]
+        for layer in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
+            assert f"model.layers.0.{layer}" in line["reason"]
+        assert "CompressedTensorsLinearMethod" in line["reason"]
+        assert "norm" not in line["reason"]
+        assert "embed" not in line["reason"]

@@ -52,7 +52,9 @@ def in_process(model: Path, kind: str, seeds: list[int]) -> None:
         for seed in seeds:
             put(weights, kind, seed)
             engine.step(sender)
-            say(seed=seed, tokens=greedy(llm), label=llm.get_weight_version(), in_place=engine.reports[0].in_place)
+            (report,) = engine.reports
+            told = {"in_place": report.in_place, "reason": report.reason}
+            say(seed=seed, tokens=greedy(llm), label=llm.get_weight_version(), **told)
         engine.close()
 
 

@@ -21,10 +21,27 @@ MOE: dict[str, Any] = {
     "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True,
     "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
+INT8: dict[str, Any] = {
+    # 8 bits for weights, a scale a row, and for activations, a scale a token (compressed-tensors' W8A8).
+    "quantization_config": {
+        "quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False},
+                "input_activations": {
+                    "num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True
+                },
+            }
+        },
+    }
+}  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
     "tied": {**COMMON, "tie_word_embeddings": True},
     "untied": {**COMMON, "tie_word_embeddings": False},
     "moe": {**COMMON, **MOE, "tie_word_embeddings": False},
+    "int8": {**COMMON, **INT8, "tie_word_embeddings": False},
 }
 
 
@@ -64,6 +81,10 @@ def weights(kind: str, seed: int, dtype: torch.dtype = torch.float32) -> dict[st
     found: dict[str, torch.Tensor] = {}
     for name, shape in shapes(KINDS[kind]):
         tensor = torch.randn(shape, generator=generator) * (0.25 if len(shape) > 1 else 0.1)
+        if name.endswith("_proj.weight") and "quantization_config" in KINDS[kind]:
+            scale = tensor.abs().amax(1, keepdim=True) / 127
+            found[name], found[name + "_scale"] = (tensor / scale).round().to(torch.int8), scale
+            continue
         found[name] = (tensor + 1 if name.endswith("norm.weight") else tensor).to(dtype)
     return found
 

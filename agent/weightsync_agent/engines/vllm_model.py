@@ -49,9 +49,9 @@ class VllmModel:
         """Where the engine's loaders put each tensor. Nothing in the engine changes."""
         live = self.tensors()
         with vllm.current_config(self._vllm_config), self._as_loaded() as loaded:
-            required = [name for name, tensor in loaded.items() if name in dict(self._parameters_now())]
+            required = dict(self._parameters_now()).keys() - self._optional()
             load = cast(Load, self.model.load_weights)
-            plan = learn(manifest, load, loaded, required)
+            plan = learn(manifest, load, loaded, [name for name in loaded if name in required])
         for placement in plan.placements:
             name = placement.destination
             before, now = loaded[name], live.get(name)
@@ -68,6 +68,20 @@ class VllmModel:
             for name, parameter in layer._parameters.items():
                 if parameter is not None:
                     yield f"{prefix}.{name}" if prefix else name, parameter
+
+    def _optional(self) -> set[str]:
+        """Parameters that no checkpoint has to hold: what a quantised layer's processing makes, and the key-value
+        cache's scales, which have defaults.
+        """
+        found: set[str] = set()
+        for prefix, layer in self.model.named_modules():
+            method = type(getattr(layer, "quant_method", None))
+            if method.__name__ in ("NoneType", *PLAIN_METHODS):
+                continue
+            of_cache = any("KVCacheMethod" in kind.__name__ for kind in method.__mro__)
+            loaded = {"bias", *vllm.layerwise_info(layer).restore_metadata[0]}  # a bias is not in vLLM's record
+            found.update(f"{prefix}.{name}" for name in layer._parameters if of_cache or name not in loaded)
+        return found
 
     @contextlib.contextmanager
     def _as_loaded(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -143,6 +157,7 @@ class VllmModel:
         with vllm.current_config(self._vllm_config), torch.no_grad():
             if not self._reloading:
                 vllm.forget_packed_experts(self.model)
+                vllm.keep_int8_scales(self.model)
                 self._reloading = True  # a beginning that fails has to be undone as well
                 vllm.initialize_reload(self.model)
             self.model.load_weights(named)  # type: ignore[operator]

@@ -125,6 +125,26 @@ def forget_packed_experts(model: Any) -> None:
             method.moe_kernel = None
 
 
+def keep_int8_scales(model: Any) -> None:
+    """Before a reload on the CPU: the scales that a kernel of 8-bit layers is made with live as long as it does.
+
+    oneDNN's kernel knows its scales by their address. vLLM 0.32 copies reloaded ones into the layer's parameter and
+    lets go of those that the new kernel was made with: its own reload then gives NaN.
+    """
+    for layer in model.modules():
+        kernel = getattr(getattr(layer, "scheme", None), "kernel", None)
+        if not hasattr(kernel, "dnnl_handler") or hasattr(kernel, "_weightsync_scales"):
+            continue
+        process = kernel.process_weights_after_loading
+
+        def kept(layer: Any, kernel: Any = kernel, process: Any = process) -> None:
+            process(layer)
+            kernel._weightsync_scales = layer.weight_scale.data
+
+        kernel._weightsync_scales = None
+        kernel.process_weights_after_loading = kept
+
+
 def current_config(vllm_config: Any) -> Any:
     """The context in which vLLM's loaders find their configuration."""
     return hook("vllm.config", "set_current_vllm_config")(vllm_config)
