@@ -132,7 +132,7 @@ def keep_int8_scales(model: Any) -> None:
     lets go of those that the new kernel was made with: its own reload then gives NaN.
     """
     for layer in model.modules():
-        kernel = getattr(getattr(layer, "scheme", None), "kernel", None)
+        kernel: Any = getattr(getattr(layer, "scheme", None), "kernel", None)
         if not hasattr(kernel, "dnnl_handler") or hasattr(kernel, "_weightsync_scales"):
             continue
         process = kernel.process_weights_after_loading
