@@ -51,10 +51,32 @@ with Sender.from_env(source=weights) as sender:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         said = model.generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)[0, 4:].tolist()
         try:
-            print("step", sender.step().step, "says", said, flush=True)
-        except (StepFailed, JoinTimeout, RuntimeError) as failure:
+            step = sender.step().step
+        except StepFailed as failure:
+            step = failure.report.step  # which some of them hold
             print("failed:", str(failure)[:200], flush=True)
-        time.sleep(1)
+        except (JoinTimeout, RuntimeError) as failure:
+            print("failed:", str(failure)[:200], flush=True)
+            continue
+        finally:
+            time.sleep(1)
+        print("step", step, "says", said, flush=True)
+"""
+
+ENGINE = """
+import os
+from weightsync_agent import receiver
+from weightsync_agent.engines.transformers import main
+
+class Breaking(receiver.ReceiverStepChannel):
+    def wait_commit(self):
+        # The step's data is in the model already.
+        if os.path.exists("/tmp/break"):
+            raise RuntimeError("this engine can't load it")
+        return super().wait_commit()
+
+receiver.ReceiverStepChannel = Breaking
+main()
 """
 
 ASK = """
@@ -73,6 +95,10 @@ def documents() -> dict[str, Tree]:
         pod = json.loads(json.dumps(side["template"]["spec"]))  # a copy: the file's anchors are one object
         pod["volumes"].append({"name": "packages", "hostPath": {"path": str(PACKAGES)}})
         (container,) = pod["containers"]
+        container["args"] = [
+            word.replace("-m weightsync_agent.engines.transformers", "/programs/engine.py")
+            for word in container.get("args", [])
+        ]
         del container["image"]
         container["volumeMounts"].append({"name": "packages", "mountPath": "/opt/packages", "readOnly": True})
         container["env"] = [
@@ -95,7 +121,8 @@ def engines(pod_cluster: PodCluster) -> Iterator[WeightSyncOnCluster]:
         pod_cluster.kubectl("label", "namespace", namespace, f"{level}=privileged", "--overwrite")
         words = ["-n", namespace, "create", "configmap", "programs"]
         model = (EXAMPLE.parent / "tiny_model.py").read_text()
-        pod_cluster.kubectl(*words, f"--from-literal=trainer.py={TRAINER}", f"--from-literal=tiny_model.py={model}")
+        programs = {"trainer.py": TRAINER, "engine.py": ENGINE, "tiny_model.py": model}
+        pod_cluster.kubectl(*words, *(f"--from-literal={name}={text}" for name, text in programs.items()))
         found = documents()
         pod_cluster.kubectl("-n", namespace, "apply", "-f", "-", stdin=json.dumps(found["Service"]))
         ws = pod_cluster.make(namespace, found["WeightSync"])
@@ -133,6 +160,8 @@ def ask(ws: WeightSyncOnCluster) -> Any:
 def agrees(ws: WeightSyncOnCluster) -> int:
     """Whose weights an engine's answer is by, which is what the trainer generated with them."""
     answer = ask(ws)
+    while "," in answer["system_fingerprint"]:  # a step came while it answered, by both
+        answer = ask(ws)
     step = int(answer["system_fingerprint"].removeprefix("step-"))
     eventually(lambda: step in said(ws))  # the engine has a step a moment before the trainer tells of it
     assert answer["choices"][0]["token_ids"] == said(ws)[step]
@@ -164,3 +193,27 @@ def test_tainted_engines_leave_the_service_and_come_back_with_the_next_whole_ste
     took = eventually(lambda: endpoints(engines) == ENGINES, 60)
     print(f"back in the endpoints after {took:.1f} s")
     assert agrees(engines) > before
+
+
+def test_an_engine_that_is_tainted_alone_leaves_the_service_and_the_other_goes_on(engines: WeightSyncOnCluster) -> None:
+    eventually(lambda: endpoints(engines) == ENGINES, 60)
+    other, broken = sorted(ENGINES)
+    engines.kubectl("exec", broken, "--", "touch", "/tmp/break")
+    took = eventually(lambda: endpoints(engines) == {other}, 60)
+    print(f"out of the endpoints after {took:.1f} s")
+    before = engines.step()
+    seen = set()
+    for _ in range(40):  # steps that come whole to the other one, while each breaks in this one
+        seen.add(agrees(engines))
+        assert broken not in endpoints(engines)
+        if len(seen) >= 3:
+            break
+    assert len(seen) >= 3
+    assert max(seen) > before
+    assert endpoints(engines) == {other}
+    states = {agent["pod"]: agent["state"] for agent in engines.status()["agents"]}
+    assert (states[other], states[broken]) == ("Synced", "Tainted")
+    engines.kubectl("exec", broken, "--", "rm", "/tmp/break")
+    took = eventually(lambda: endpoints(engines) == ENGINES, 60)
+    print(f"back in the endpoints after {took:.1f} s")
+    assert agrees(engines) > max(seen)
