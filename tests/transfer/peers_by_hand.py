@@ -27,6 +27,10 @@ def eventually(done: Callable[[], object], what: str) -> None:
         time.sleep(0.01)
 
 
+class Killed(BaseException):
+    """Ends a thread where it stands, as a kill ends a process: it acknowledges nothing any more, also not by memory."""
+
+
 class Loader:
     """A `load_weights` that waits at a gate in its first call of a step, and copies then."""
 
@@ -35,10 +39,13 @@ class Loader:
         self.gate = threading.Event()
         self.gate.set()
         self.entered = threading.Event()
+        self.killed = False
 
     def __call__(self, named: list[tuple[str, torch.Tensor]]) -> None:
         self.entered.set()
         assert self.gate.wait(WAIT)
+        if self.killed:
+            raise Killed
         for name, tensor in named:
             self.weights[name].copy_(tensor)
 
@@ -61,11 +68,12 @@ class ThreadedReceiver:
                 step = self.receiver.poll(timeout=0.02)
                 if step is not None:
                     self.whole.append(step)
-        except (WeightSyncError, zmq.ZMQError) as error:
+        except (WeightSyncError, zmq.ZMQError, Killed) as error:
             self.ended = error
 
     def die(self) -> None:
         """As a kill does: its connection ends, without a goodbye."""
+        self.loader.killed = True
         self.receiver._socket.close(linger=0)
         self._end()
         self.receiver._monitor.close(linger=0)

@@ -12,6 +12,7 @@ import samples
 import torch
 import zmq
 from peers_by_hand import WAIT, eventually, raw
+from step_promises import is_out
 from weightsync_agent import protocol
 from weightsync_agent.addresses import MANY_TENSORS
 from weightsync_agent.deadline import Deadline
@@ -56,6 +57,8 @@ def test_receiver_that_restarts_within_a_step_is_admitted_after_it(mode, make_co
         thread, outcome = in_thread(sender.step)
         assert slow.loader.entered.wait(WAIT)
         assert dies.loader.entered.wait(WAIT)
+        if mode == "Direct":
+            eventually(lambda: is_out(sender), "the step was sent to all")
         dies.die()
         again = joined(config, 2)  # its Hello comes while the step still waits for rank 1
         eventually(lambda: sender._lobby._later, "the Hello came within the step")
