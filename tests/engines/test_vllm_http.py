@@ -236,7 +236,7 @@ def test_what_does_not_fit_is_refused_before_a_byte_moved(server: VllmServer, wh
         # Two at once: all of them are listed.
         weights["model.layers.0.input_layernorm.weight"] = torch.zeros(63)
         with tempfile.TemporaryDirectory(prefix="ws-") as folder:
-            config = agent_config(Path(folder), join_timeout_seconds=20)
+            config = agent_config(Path(folder))
             with Sender(weights, config=config) as other, VllmEngine(server.url, config=config) as engine:
                 with pytest.raises((WeightSyncError, TransportError)) as raised:
                     engine.step(other)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import vllm_models
-from judge import fresh_tokens
+from judge import chosen, fresh_tokens, judge, own_tokens
 from peer_process import interpreter
-from vllm_common import PROMPTS
+from vllm_common import PROMPTS, SHORT
 from vllm_server import environment
 
 pytestmark = pytest.mark.timeout(900)
@@ -35,11 +35,21 @@ def expected(model: Path, kind: str, seed: int) -> list[list[int]]:
 def test_greedy_tokens_are_those_of_a_fresh_model_after_each_of_five_steps(tmp_path: Path, mode: str) -> None:
     model = vllm_models.write(tmp_path / "model", "untied", 100)
     said = run(mode, model, "untied", SEEDS, plain=True)
+    if mode == "async":
+        assert_kept(model, said.pop())
     assert [line["seed"] for line in said] == SEEDS
     for line in said:
         assert line["tokens"] == expected(model, "untied", line["seed"]), line["seed"]
     if mode != "async":
         assert [line["label"] for line in said] == [str(seed) for seed in SEEDS]
+
+
+def assert_kept(model: Path, over: dict[str, Any]) -> None:
+    """A request that ran when a step came is the old weights' up to there, and the new ones' alone from there on."""
+    old, new = (judge(model, vllm_models.weights("untied", over[which])) for which in ("old", "new"))
+    kept = own_tokens(old, SHORT, over["made"])
+    assert 0 < kept < len(over["made"])
+    assert all(chosen(new, SHORT, over["made"])[kept:])
 
 
 @pytest.mark.parametrize("kind", ["tied", "moe"])

@@ -19,12 +19,12 @@ from typing import Any
 import psutil
 import torch
 import vllm_models
-from vllm_common import PROMPTS, agent_config
+from vllm_common import PROMPTS, SHORT, agent_config
 from weightsync_agent.engines.vllm import AsyncVllmEngine, VllmEngine
 from weightsync_agent.sender import Sender
 
 OPTIONS: dict[str, Any] = {
-    "enforce_eager": True, "dtype": "float32", "max_model_len": 1000, "max_num_seqs": 4, "seed": 0,
+    "enforce_eager": True, "dtype": "float32", "max_model_len": 8192, "max_num_seqs": 4, "seed": 0,
     "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 64 << 20,
 }  # fmt: skip
 
@@ -101,7 +101,35 @@ async def asynchronous(model: Path, kind: str, seeds: list[int]) -> None:
             put(weights, kind, seed)
             await engine.step(sender)
             say(seed=seed, tokens=[await tokens(prompt) for prompt in PROMPTS])
+        for seed in range(seeds[-1] + 1, seeds[-1] + 6):
+            put(weights, kind, seed)
+            if made := await over_a_step(llm, engine, sender, seed):
+                say(old=seed - 1, new=seed, made=made)
+                break
         await engine.close()
+
+
+async def over_a_step(llm: Any, engine: AsyncVllmEngine, sender: Sender, seed: int) -> list[int]:
+    """What a request says that runs when a step comes, and a while after it; nothing where it ended before."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=8000, ignore_eos=True)
+    made: list[int] = []
+    step: asyncio.Future[Any] | None = None
+    enough = 0
+    request = llm.generate({"prompt_token_ids": SHORT}, sampling, request_id=f"over-{seed}")
+    async with contextlib.aclosing(request):
+        async for output in request:
+            made = list(output.outputs[0].token_ids)
+            if step is None:
+                step = asyncio.ensure_future(engine.step(sender))
+            elif step.done():
+                enough = enough or len(made) + 100
+                if len(made) >= enough:
+                    break
+    assert step is not None
+    await step
+    return made if enough else []
 
 
 def fresh(model: Path, kind: str, seeds: list[int]) -> None:
