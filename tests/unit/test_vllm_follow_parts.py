@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import sys
 from pathlib import Path
@@ -106,6 +107,17 @@ def test_from_elsewhere_all_else_is_refused(path: str) -> None:
 def test_from_here_everything_is_let_through(host: str) -> None:
     assert status("/collective_rpc", (host, 1)) == 299
     assert status(GUARD_PATH, (host, 1)) == 200
+
+
+def test_the_servers_log_has_the_calls_of_users_and_those_that_failed(caplog: pytest.LogCaptureFixture) -> None:
+    status("/health", None)  # a guard is made
+    log = logging.getLogger("uvicorn.access")
+    with caplog.at_level(logging.INFO, log.name):
+        for path, code in (("/collective_rpc", 200), ("/collective_rpc", 500), ("/v1/completions", 200)):
+            log.info('%s - "%s %s HTTP/%s" %d', "127.0.0.1:4000", "POST", path, "1.1", code)
+        log.info("without arguments")
+    said = [record.getMessage().partition('"POST ')[2] for record in caplog.records]
+    assert said == ['/collective_rpc HTTP/1.1" 500', '/v1/completions HTTP/1.1" 200', ""]
 
 
 def test_one_worker_that_failed_fails_the_call_once_all_have_answered() -> None:

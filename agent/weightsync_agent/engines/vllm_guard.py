@@ -6,6 +6,7 @@ at which it serves. From elsewhere this lets through what the server is there fo
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from ipaddress import ip_address
 from typing import Any
@@ -34,6 +35,7 @@ class LocalOnly:
 
     def __init__(self, app: App) -> None:
         self._app = app
+        logging.getLogger("uvicorn.access").addFilter(_is_news)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         local = scope["type"] == "lifespan" or _is_local(scope)
@@ -46,6 +48,14 @@ class LocalOnly:
             await self._app(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": 1008})
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Not the follower's calls that went well: a line each second, in which a user's requests can't be found."""
+    match record.args:
+        case (_, _, "/collective_rpc", _, 200):
+            return False
+    return True
 
 
 def _is_local(scope: Scope) -> bool:
