@@ -157,6 +157,8 @@ def test_tokens_are_a_fresh_models_after_each_step_of_a_trainer_and_of_the_next(
     report = json.loads(server.agent(2, "/report")[1])
     assert [(agent["rank"], agent["state"]) for agent in report["agents"]] == [(2, "Synced")]
     assert f"weightsync_last_step {step}.0" in server.agent(2, "/metrics")[1]
+    assert "POST /v1/completions" in server.said()
+    assert "POST /collective_rpc" not in server.said()
 
 
 def test_from_elsewhere_the_engine_can_be_asked_and_not_changed(server: Followed) -> None:
