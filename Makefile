@@ -110,6 +110,9 @@ bench-gpu2: $(GPU_READY) ## Measure between two GPUs, beside vLLM: writes benchm
 bench-engines-gpu: $(GPU_READY) ## Measure updates of a running vLLM on one GPU: writes benchmarks/results/vllm-h200.json.
 	$(GPU_PYTHON) benchmarks/engines_gpu.py $(BENCH_ARGS)
 
+bench-engines-cpu: ## Measure updates of a running vLLM on the CPU (make test-engines installs it): writes engines-cpu.json.
+	$(ENGINES)/vllm/bin/python benchmarks/engines_cpu.py $(BENCH_ARGS)
+
 bench-operator: $(VENV)/.test ## Measure the operator with 1,000 WeightSyncs on a real API server: writes operator.json.
 	@PYTHON=$(BIN)/python tests/cluster/build.sh >/dev/null
 	$(BIN)/python benchmarks/operator_scale.py --output benchmarks/results/operator.json $(BENCH_ARGS)

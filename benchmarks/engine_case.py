@@ -1,6 +1,6 @@
-"""One case of engines_gpu.py, in a process of its own: this process is the trainer, vLLM's processes are the engine.
+"""One case of engines_gpu.py or engines_cpu.py, in a process of its own: the trainer; vLLM's processes are the engine.
 
-    engine_case.py ours|theirs|fresh|http-ours|http-theirs MODEL STEPS DEVICE DIRECTORY
+    engine_case.py ours|theirs|fresh|http-ours|http-theirs|reload MODEL STEPS DEVICE DIRECTORY
 
 Says one line `RESULT {...}` with what was measured. Cases that run beside each other wait until all their engines are
 up (BENCH_UP, a directory, and BENCH_PEERS, how many) and then measure one at a time.
@@ -45,6 +45,10 @@ TINY = {
         architectures=("Qwen3MoeForCausalLM",), hidden_size=256, intermediate_size=512, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=512, num_experts=8,
         moe_intermediate_size=128,
+    ),
+    "small": ModelConfig(
+        architectures=("Qwen3ForCausalLM",), hidden_size=512, intermediate_size=1536, num_hidden_layers=8,
+        num_attention_heads=8, num_key_value_heads=4, head_dim=64, vocab_size=32000,
     ),
 }  # fmt: skip
 KNOWN = {**MODELS, **TINY}
@@ -314,6 +318,62 @@ class Case:
         found = {"digest": llm.collective_rpc("bench_digest")[0], "greedy": self.greedy(llm)}
         (directory / "model.safetensors").unlink()
         return found
+
+    # --- ours and the engine's own reload, in turns ----------------------------------------------------------------
+
+    def reload(self) -> dict[str, Any]:
+        """Both into one engine, a step each in turn. The file is in the page cache: nothing waits for a disk."""
+        from weightsync_agent.engines.vllm import VllmEngine
+        from weightsync_agent.sender import Sender
+        from weightsync_agent.transport import make_arena
+
+        arena = make_arena(self.device, self.manifest.arena_bytes)
+        tensors = arena_views(self.manifest, arena.tensor())
+        fill(tensors, LAST_SEED)
+        directory = write_checkpoint(self.model, self.directory / self.model, tensors)
+        llm = self.llm(directory, "weightsync", "auto")
+        fresh = self.greedy(llm)
+        seconds: dict[str, list[float]] = {"ours": [], "reload": []}
+        held: dict[str, list[int]] = {"ours": [], "reload": []}
+        right: dict[str, bool] = {}
+
+        def reload() -> None:
+            llm.collective_rpc("reload_weights")
+            llm.reset_prefix_cache()
+
+        with tempfile.TemporaryDirectory(prefix="ws-") as folder:
+            config = self.agent_config(folder)
+            with Sender(tensors, config=config, arena=arena) as sender, VllmEngine(llm, config=config) as engine:
+                engine.step(sender)
+                report = engine.reports[0]
+                fill(tensors, LAST_SEED + 1)
+                for number in range(turns := WARMUPS + self.steps):
+                    last = number == turns - 1
+                    if last:
+                        fill(tensors, LAST_SEED)  # what the file holds, and the engine did not until now
+                    for kind, update in (("reload", reload), ("ours", lambda: engine.step(sender))):
+                        began = time.perf_counter()
+                        update()
+                        took = time.perf_counter() - began
+                        if number >= WARMUPS:
+                            seconds[kind].append(took)
+                            held[kind].append(resident())
+                        if last:
+                            right[kind] = self.greedy(llm) == fresh
+        return {
+            "seconds": seconds, "held": held, "right": right, "in_place": report.in_place, "proven": report.proven,
+            "reason": report.reason,
+        }  # fmt: skip
+
+
+def resident() -> int:
+    """Bytes of anonymous memory in this process and the engine's."""
+    pages = 0
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        with contextlib.suppress(OSError):
+            words = Path(f"/proc/{process.pid}/statm").read_text().split()
+            pages += int(words[1]) - int(words[2])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 class Server:

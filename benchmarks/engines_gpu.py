@@ -71,12 +71,14 @@ def entry_point(directory: Path) -> str:
 
 
 class Runner:
-    def __init__(self, options: argparse.Namespace, directory: Path) -> None:
-        self._options = options
+    """`plain`: an engine on the CPU keeps its weights as they are, as on a GPU."""
+
+    def __init__(self, device: str, directory: Path, archive: Path | None = None, *, plain: bool = False) -> None:
+        self._device = device
         self._directory = directory
-        paths = unpack(options.archive, directory) if options.archive else []
+        paths = unpack(archive, directory) if archive else []
         paths += [entry_point(directory), str(HERE), *(str(ROOT / part) for part in ("agent", "crds", "operator"))]
-        if options.device == "cpu":
+        if plain:
             paths.append(str(ROOT / "tests" / "engines" / "plain_cpu"))
         self._path = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
@@ -91,7 +93,7 @@ class Runner:
         env = {
             **os.environ, **ENVIRONMENT, "PYTHONPATH": self._path, "BENCH_UP": str(up), "BENCH_PEERS": str(peers),
         }  # fmt: skip
-        words = [sys.executable, str(HERE / "engine_case.py"), kind, model, str(steps), self._options.device]
+        words = [sys.executable, str(HERE / "engine_case.py"), kind, model, str(steps), self._device]
         began = time.monotonic()
         log = self._directory / f"{kind}-{model}.log"
         with log.open("w") as out:
@@ -202,7 +204,7 @@ def main() -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.exit(2, "this needs a GPU, and none is visible\n")
     options.directory.mkdir(parents=True, exist_ok=True)
-    runner = Runner(options, options.directory)
+    runner = Runner(options.device, options.directory, options.archive, plain=options.device == "cpu")
     theirs = options.device == "cuda"
     made: list[BenchRow] = []
     for model in options.model or MODELS:
