@@ -81,7 +81,8 @@ def test_a_tensor_that_moves_on_and_on_within_a_step_ends_it_at_its_deadline(
             return begin(*args)
 
         monkeypatch.setattr(sender._carrier, "_begin", moving)
-        with pytest.raises(StepFailed, match=r"rank 1.*tensors moved again and again for 3 s"):
+        # The deadline is the receiver's too: either may be the first to see that it has passed.
+        with pytest.raises(StepFailed, match=r"rank 1.*(moved again and again for 3 s|the commit did not come within)"):
             sender.step()
         assert receiver.whole == [1]
         monkeypatch.undo()
