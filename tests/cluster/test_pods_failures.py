@@ -49,7 +49,8 @@ def test_a_crashed_receiver_comes_back_and_is_whole_one_step_later(pod_cluster: 
     ws = pod_cluster.make(pod_namespace, manifest(receivers={"replicas": 2}))
     ws.wait_ready()
     before = uids(ws.pods())
-    columns = '-o=jsonpath={range .status.conditions[?(@.type=="Ready")]}{.status} {.message}{"\\n"}{end}'
+    ready = '.status.conditions[?(@.type=="Ready")]'
+    columns = f'-o=jsonpath={{{ready}.status}} {{{ready}.message}}{{"\\n"}}'  # no range: kubectl -w prints it once only
     with Lines(pod_cluster, "-n", pod_namespace, "get", "ws/demo", "-w", columns) as lines:
         eventually(lambda: lines.texts != [])
         ws.kill_agent("demo-receivers-1", "receiver")
