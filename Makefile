@@ -40,8 +40,11 @@ test: $(VENV)/.test ## Run all tests. Those that need a GPU or a cluster say so 
 	@$(BIN)/python examples/quickstart/prepare.py
 	$(BIN)/python -m pytest $(PYTEST_ARGS) $(TESTS)
 
+# Without those of whole local runs and of the agent's program, which ask nothing more of torch.
+OLDEST_TESTS := tests/unit tests/transfer $(patsubst %,--ignore=tests/transfer/test_%.py,local_run agent_main quickstart)
+
 test-torch211: ## Run the unit and transfer tests with the oldest torch that is supported.
-	$(MAKE) test TORCH=2.11 TESTS="tests/unit tests/transfer"
+	$(MAKE) test TORCH=2.11 TESTS="$(OLDEST_TESTS)"
 
 test-cluster: $(VENV)/.test ## Run the tests on a real Kubernetes; those with pods need `make cluster cluster-images` before.
 	@PYTHON=$(BIN)/python tests/cluster/build.sh >/dev/null
