@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from engines_gpu import Runner, copy_seconds
-from weightsync_agent.bench.rows import result, table
+from weightsync_agent.bench.rows import rates, result, table
 from weightsync_api.bench_result import BenchRow
 
 OUTPUT = Path(__file__).parent / "results" / "engines-cpu.json"
@@ -50,9 +50,7 @@ def rows(case: dict[str, Any], plain: bool, copy: float) -> Iterator[BenchRow]:
             bytes=case["bytes"],
             tensors=case["tensors"],
             receivers=1,
-            milliseconds=round(median * 1e3, 4),
-            gigabytes_per_second=round(case["bytes"] / median / 1e9, 3),
-            ratio_to_copy=round(copy / median, 4),
+            **rates(case["bytes"], median, copy),
             reserved_growth_bytes=max(case["held"][kind]) - case["held"][kind][0],
             repeats=len(seconds),
             peer=None if kind == "ours" else f"vLLM {case['vllm']}",

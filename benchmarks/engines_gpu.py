@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from weightsync_agent.bench.rows import result, table
+from weightsync_agent.bench.rows import rates, result, table
 from weightsync_api.bench_result import BenchResult, BenchRow
 from weightsync_api.quantity import format_bytes
 
@@ -161,9 +161,7 @@ def _row(model: str, kind: str, case: dict[str, Any], copy: float, proof: str) -
         bytes=case["bytes"],
         tensors=case["tensors"],
         receivers=1,
-        milliseconds=round(median * 1e3, 4),
-        gigabytes_per_second=round(case["bytes"] / median / 1e9, 3),
-        ratio_to_copy=round(copy / median, 4),
+        **rates(case["bytes"], median, copy),
         reserved_growth_bytes=max(0, growth),
         repeats=len(case["seconds"]),
         peer=None if ours else f"vLLM {_vllm_version()}",

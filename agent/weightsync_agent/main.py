@@ -70,18 +70,29 @@ def _agent() -> int:
         if not rank.isdigit():
             raise ConfigError(f"{ENV_RANK} is {rank!r}, not the rank of a process")
         return launch([Placed(role, int(rank), None)])
-    stop_on_signals()
+    return until_stopped(lambda: _run(role))
+
+
+def _run(role: str) -> int:
     from . import runtime
     from .agent_receiver import run_receiver
     from .agent_sender import run_sender
 
+    code = run_sender() if role == "sender" else run_receiver()
+    runtime.detach()
+    return code
+
+
+def until_stopped(run: Callable[[], int]) -> int:
+    """Gives `run`'s exit code. A signal ends it by Stopped; its HTTP does not linger then."""
+    stop_on_signals()
     try:
-        code = run_sender() if role == "sender" else run_receiver()
-        runtime.detach()
+        return run()
     except Stopped:
+        from . import runtime
+
         runtime.detach(linger=False)  # whoever ends this process has what it wants to know
         raise
-    return code
 
 
 def _log_to_stderr() -> None:

@@ -100,8 +100,8 @@ def ci(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     yield start
     for run in runs:
         if run.process.poll() is None:
-            run.process.kill()
-            run.process.communicate()
+            run.process.terminate()  # it ends what it has started, which a killed one would leave
+            run.process.communicate(timeout=WAIT_SECONDS)
 
 
 def test_all_parts_run_in_order_and_the_cluster_ends(ci: Callable[..., Run]) -> None:

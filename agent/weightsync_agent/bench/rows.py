@@ -52,7 +52,7 @@ def row_of(case: Case, measured: Measured, base: Baseline, *, soak: bool) -> Ben
         bytes=measured.nbytes,
         tensors=measured.tensors,
         receivers=len(case.receiver_devices),
-        **_rates(measured.nbytes, seconds, base.copy),
+        **rates(measured.nbytes, seconds, base.copy),
         reserved_growth_bytes=max(memory.growth for memory in measured.memory),
         reserved_peak_bytes=max(0, *(memory.peak - memory.base for memory in measured.memory)),
         repeats=len(measured.seconds),
@@ -71,7 +71,7 @@ def baseline_row(model: str, nbytes: int, tensors: int, seconds: float, base: Ba
         bytes=nbytes,
         tensors=tensors,
         receivers=0,
-        **_rates(nbytes, seconds, base.copy),
+        **rates(nbytes, seconds, base.copy),
         reserved_growth_bytes=0,
         repeats=repeats,
         peer=f"torch {torch.__version__}",
@@ -175,7 +175,8 @@ def table(rows: Sequence[BenchRow]) -> str:
     return "\n".join([*lines, *(f"[{number}] {note}" for number, note in enumerate(notes, 1))])
 
 
-def _rates(nbytes: int, seconds: float, copy: float) -> dict[str, float]:
+def rates(nbytes: int, seconds: float, copy: float) -> dict[str, float]:
+    """A row's fields of time. `copy`: seconds of one flat copy of the same bytes."""
     return {
         "milliseconds": round(seconds * 1e3, 4),
         "gigabytes_per_second": round(nbytes / seconds / 1e9, 3),

@@ -25,11 +25,10 @@ import torch
 from weightsync_api.reports import AgentState
 from weightsync_api.v1alpha1.spec import Pause
 
-from .. import parent, runtime
+from .. import parent
 from ..errors import Closed
-from ..main import guarded
+from ..main import guarded, until_stopped
 from ..receiver import Receiver
-from ..stop import Stopped, stop_on_signals
 from .completion_server import CompletionServer, Health
 from .completions import Completion, CompletionRequest, Refusal
 from .generation import Generator
@@ -225,14 +224,9 @@ def main(
     """Serves a transformers model whose weights follow a WeightSync, as one of its receivers."""
 
     def run() -> int:
-        stop_on_signals()
-        try:
-            return serve(folder, dtype, device, host, port, name, max_tokens)
-        except Stopped:
-            runtime.detach(linger=False)
-            raise
+        return serve(folder, dtype, device, host, port, name, max_tokens)
 
-    sys.exit(guarded(run))
+    sys.exit(guarded(lambda: until_stopped(run)))
 
 
 if __name__ == "__main__":

@@ -26,8 +26,7 @@ from ..deadline import Deadline
 from ..errors import ConfigError, TransportError
 from ..http import AgentServer
 from ..identity import load_config, rank_from_env
-from ..main import guarded
-from ..stop import Stopped, stop_on_signals
+from ..main import guarded, until_stopped
 from .vllm import HttpEngine
 from .vllm_follower import FollowedWorker, Follower
 from .vllm_guard import GUARD, GUARD_PATH
@@ -213,14 +212,9 @@ def main(command: tuple[str, ...], url: str, workers: int, start_seconds: float)
     """
 
     def run() -> int:
-        stop_on_signals()
-        try:
-            return follow(command, _url(url, command), workers, start_seconds)
-        except Stopped:
-            runtime.detach(linger=False)
-            raise
+        return follow(command, _url(url, command), workers, start_seconds)
 
-    sys.exit(guarded(run))
+    sys.exit(guarded(lambda: until_stopped(run)))
 
 
 if __name__ == "__main__":
