@@ -15,6 +15,7 @@ import pytest
 import torch
 import vllm_models
 from judge import chosen, fresh_tokens, judge, read_on
+from moved_promises import other_objects
 from sglang_server import SGLangServer
 from weightsync_agent.deadline import Deadline
 from weightsync_agent.engines.sglang import SGLangSender
@@ -67,6 +68,8 @@ def test_greedy_tokens_are_a_fresh_models_after_each_of_five_updates(server: SGL
     sender = SGLangSender(weights, server.url, way=way, allow_object_wire=True, bucket_bytes=200_000)  # type: ignore[arg-type]
     with sender:
         for seed in range(1, 6):
+            if seed == 3:
+                other_objects(weights)  # a trainer may move its tensors
             put(weights, kind, seed)
             report = sender.step()
             assert (report.step, report.complete) == (seed, True)

@@ -15,6 +15,7 @@ from typing import TypeVar
 import pytest
 import torch
 import zmq
+from moved_promises import away_and_back, other_memory, other_objects, tied
 from samples import blank, fingerprint, mixed
 from weightsync_agent.deadline import Deadline
 from weightsync_agent.engines import shared_file
@@ -104,6 +105,67 @@ def test_tied_tensors_go_once_and_fill_both_names_where_the_receiver_has_them_ap
         assert received.result(60).tensors == 2
     assert torch.equal(target["embedding"], tied)
     assert torch.equal(target["head"], tied)
+
+
+def test_tensors_that_moved_are_read_where_they_are_by_then(address: str) -> None:
+    weights, target = mixed(0), blank()
+    receiver = VerlReceiver(address, target, allow_object_wire=True)
+    with VerlSender(weights, address, bucket_bytes=100_000, allow_object_wire=True) as sender:
+
+        def step(seed: int) -> None:
+            for name, tensor in mixed(seed).items():
+                weights[name].copy_(tensor)
+            received = beside(receiver.receive)
+            assert sender.step().complete
+            received.result(60)
+            assert fingerprint(target) == fingerprint(mixed(seed))
+
+        step(0)
+        for number, move in enumerate([other_memory, tied, other_objects, away_and_back], 1):
+            move(weights)
+            step(number)
+
+
+def test_a_module_that_was_given_other_parameters_is_sent_with_those_converted_too(address: str) -> None:
+    def net(seed: int) -> torch.nn.Module:
+        torch.manual_seed(seed)
+        return torch.nn.Sequential(torch.nn.Linear(7, 9), torch.nn.BatchNorm1d(9), torch.nn.Linear(9, 300))
+
+    model, target = net(0), {name: t.bfloat16() for name, t in net(0).state_dict().items() if t.is_floating_point()}
+    rules = ((r".*\.num_batches_tracked$", ""),)
+    receiver = VerlReceiver(address, target, allow_object_wire=True)
+    with VerlSender(model, address, dtype=torch.bfloat16, names=rules, allow_object_wire=True) as sender:
+        for seed in (1, 2):
+            model.load_state_dict({k: v.clone() for k, v in net(seed).state_dict().items()}, assign=True)
+            received = beside(receiver.receive)
+            assert sender.step().complete
+            received.result(60)
+            assert all(torch.equal(target[name], model.state_dict()[name].bfloat16()) for name in target)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t.double(), r"a \(from torch.float32 \[4, 3\] .* to torch.float64"),
+        (lambda t: t[:3].clone(), r"a \(from .*\[4, 3\] .* to .*\[3, 3\]"),
+        (lambda t: t.resize_(2, 3), r"a \(from 12 to 6 elements\)"),
+    ],
+    ids=["dtype", "shape", "resized"],
+)
+def test_a_tensor_of_another_kind_is_refused_by_name_and_can_be_put_back(
+    change: Callable[[torch.Tensor], torch.Tensor], said: str, address: str
+) -> None:
+    weights, target = {"a": torch.ones(4, 3)}, {"a": torch.zeros(4, 3)}
+    receiver = VerlReceiver(address, target, allow_object_wire=True)
+    with VerlSender(weights, address, allow_object_wire=True) as sender:
+        weights["a"] = change(weights["a"])
+        received = beside(receiver.receive)
+        with pytest.raises(ConfigError, match=said + ".*nothing was sent"):
+            sender.step()
+        weights["a"] = torch.full((4, 3), 2.0)
+        assert sender.step().step == 1
+        received.result(60)
+        assert bool((target["a"] == 2).all())
 
 
 def test_a_mismatch_in_a_later_bucket_taints_in_place_and_changes_nothing_when_atomic(address: str) -> None:

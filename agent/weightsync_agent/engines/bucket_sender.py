@@ -86,7 +86,7 @@ class BucketSender:
             raise Closed(f"this sender to {self.peer} is closed")
         gatherer = self._source.gatherer
         if not gatherer.leads:
-            gatherer.follow()
+            self._source.follow()
             return StepReport(step=0, started_at=datetime.now(UTC), duration_microseconds=0, bytes=0, complete=True)
         try:
             return self._lead(address)
@@ -96,6 +96,7 @@ class BucketSender:
     def _lead(self, address: str) -> StepReport:
         started_at, began = datetime.now(UTC), time.perf_counter()
         deadline = Deadline(self._step_timeout)
+        self._source.look()  # before there is a socket: a receiver that waits goes on waiting
         self._step += 1
         try:
             state, failure = self._persist(address, deadline)

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import torch
 
+from ..addresses import Addresses, Moved
 from ..copy_plan import Bounces, CopyPlan, Pair, byte_view, pack_pairs
 from ..errors import ConfigError
 from ..manifest import Layout, align, layout
 from ..names import NameRules
 from ..sources.module import Weights, gatherer_for
 from .bucket_messages import Placed
+
+NOTHING_SENT = "nothing was sent"
+"""What became of the step where a tensor is not as it was."""
 
 
 class BucketSource:
@@ -45,7 +49,7 @@ class BucketSource:
         self._plans: list[CopyPlan] | None = None
         self._pairs: list[list[Pair]] = []
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._addresses = self._now()
+        self._addresses = Addresses(self.gatherer)
         self._aliases: dict[int, list[int]] = {}
         for index, entry in enumerate(self.manifest.tensors):
             if entry.alias is not None:
@@ -58,9 +62,20 @@ class BucketSource:
         self.nbytes = self.half * self.halves
         """Bytes of the buffer."""
 
+    def look(self) -> None:
+        """Before a step: finds tensors that moved. Copy plans are of one step, so they are read where they are by then.
+
+        Raises ConfigError, naming the tensor, where one is of another shape, dtype or device than it was.
+        """
+        self.gatherer.refresh()
+        try:
+            self._addresses.check(NOTHING_SENT)
+        except Moved:
+            self._addresses.settle()
+        self._addresses.check_sizes(NOTHING_SENT)
+
     def attach(self, buffer: torch.Tensor) -> None:
-        """`buffer`: uint8 [nbytes] on the weights' device, for the step that begins. Raises ConfigError."""
-        self._check_addresses()
+        """`buffer`: uint8 [nbytes] on the weights' device, for the step that begins. Tensors are read where they lie."""
         self._buffer = buffer
         if not self.gatherer.plain:
             return
@@ -74,6 +89,11 @@ class BucketSource:
             self._plans = [CopyPlan(some) for some in pairs]
         else:
             self._pairs = pairs
+
+    def follow(self) -> None:
+        """The step of a rank that does not lead: takes part in the leader's. Raises ConfigError, as `look`."""
+        self.gatherer.refresh()
+        self.gatherer.follow()
 
     def detach(self) -> None:
         """The buffer goes: no view of it stays here."""
@@ -117,14 +137,3 @@ class BucketSource:
                 for index in (piece.tensor, *self._aliases.get(piece.tensor, ()))
             ]
         return found
-
-    def _now(self) -> list[int]:
-        return [tensor.data_ptr() for tensor in self.gatherer.tensors] if self.gatherer.plain else []
-
-    def _check_addresses(self) -> None:
-        moved = [n for n, a, b in zip(self.gatherer.names, self._now(), self._addresses, strict=False) if a != b]
-        if moved:
-            raise ConfigError(
-                f"{', '.join(moved[:20])}{f' and {len(moved) - 20} more' if len(moved) > 20 else ''} moved since this "
-                "sender was made, and nothing was sent: write weights in place, or make another sender"
-            )

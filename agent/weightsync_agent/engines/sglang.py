@@ -154,7 +154,7 @@ class SGLangSender:
         """
         gatherer = self._source.gatherer
         if not gatherer.leads:
-            gatherer.follow()
+            self._source.follow()
             return StepReport(step=0, started_at=datetime.now(UTC), duration_microseconds=0, bytes=0, complete=True)
         try:
             return self._lead()
@@ -203,6 +203,7 @@ class SGLangSender:
             if self._way == "tensor":
                 with sharing_by_name():
                     self._buffer.share_memory_()  # type: ignore[no-untyped-call]
+        self._source.look()
         self._source.attach(self._buffer)
         if self._way == "distributed" and self._group is None:
             self._group = self._join(info)
