@@ -176,7 +176,7 @@ class Lobby:
         if other is not None:  # one connection is one receiver: it was another rank until now
             self.forget(other)
             other.state, other.message = AgentState.LOST, f"its process is rank {rank} by now"
-        peer = Peer(address, hello.identity, step=hello.step)
+        peer = Peer(hello.identity, address=address, step=hello.step)
         self.peers[rank] = self._addresses[address] = peer
         return peer
 

@@ -12,6 +12,7 @@ from weightsync_api.reports import AgentReport, AgentState, MemorySample, Report
 
 from .peers import Peer
 from .protocol import Identity
+from .standing import Standing
 from .transport.base import SenderTransport
 
 KEPT_STEPS = 64
@@ -134,13 +135,9 @@ class Publisher:
 
     def publish(self) -> None:
         self._unpublished = 0
-        last, identity = self._steps.last, self._identity
-        me = AgentReport(
-            rank=0,
-            pod=identity.pod,
-            node=identity.node,
-            pid=identity.pid,
-            gpu=identity.gpu,
+        last = self._steps.last
+        me = Standing(
+            self._identity,
             state=AgentState.SYNCED if last else AgentState.JOINED,
             message="its last step did not reach every receiver" if last and not last.complete else "",
             step=self._steps.last_complete,
@@ -148,7 +145,7 @@ class Publisher:
         )
         peers = [self._peers[rank] for rank in sorted(self._peers)]
         self._steps.publish(
-            [me, *(peer.report() for peer in peers)],
+            [me.report(), *(peer.report() for peer in peers)],
             transport=self._transport.kind,
             mode=self._transport.plan.mode,
             route=self._transport.route,

@@ -74,10 +74,10 @@ class ThreadedReceiver:
     def die(self) -> None:
         """As a kill does: its connection ends, without a goodbye."""
         self.loader.killed = True
-        self.receiver._socket.close(linger=0)
+        self.receiver._dealer._socket.close(linger=0)
         self._end()
-        self.receiver._monitor.close(linger=0)
-        self.receiver._context.term()
+        self.receiver._dealer._monitor.close(linger=0)
+        self.receiver._dealer._context.term()
 
     def close(self) -> None:
         self._end()

@@ -142,8 +142,8 @@ def test_receiver_that_changes_its_rank_leaves_no_ghost_in_the_next_step(make_co
     with Sender(samples.mixed(0), config=config) as sender:
         assert sender.step().complete
         # One connection says Hello with one rank and then with another.
-        good.receiver.identity = local_identity(2, torch.device("cpu"))
-        good.receiver._owes_hello = True
+        good.receiver._standing.identity = local_identity(2, torch.device("cpu"))
+        good.receiver._dealer.owes_hello = True
         eventually(lambda: state_of(sender, 2) in ("Joined", "Synced"), "it joined with its new rank")
         report = sender.step()
         assert [part.rank for part in report.receivers] == [2]
