@@ -174,6 +174,26 @@ def test_a_server_that_is_not_there_or_none_is_said(server: SGLangServer, kind: 
         sender.step()
 
 
+def test_a_group_that_the_engine_refuses_fails_the_step_at_once_in_its_words_and_the_next_is_whole(
+    server: SGLangServer, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = weights_of(kind, 3)
+    # Hours: who waited for the engine's workers would wait longer than a test may.
+    with SGLangSender(weights, server.url, join_timeout_seconds=36_000) as sender:
+        post = sender.client.post
+
+        def asking_for_nonsense(path: str, body: dict[str, object], deadline: Deadline) -> dict[str, object]:
+            return post(path, body | ({"backend": "nonsense"} if "backend" in body else {}), deadline)
+
+        monkeypatch.setattr(sender.client, "post", asking_for_nonsense)
+        with pytest.raises(StepFailed, match=r"Failed to initialize custom process group: .*nonsense"):
+            sender.step()
+        assert not sender.tainted
+        monkeypatch.undo()
+        assert sender.step().complete
+        assert_serves(server, weights)
+
+
 def step_on(sender: SGLangSender) -> None:
     while True:  # ended by the engine's end
         sender.step()

@@ -6,18 +6,20 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
 import pytest
 import torch
+from moved_promises import other_objects
 from transfer import samples
 from weightsync_agent.deadline import Deadline
 from weightsync_agent.engines.sglang import SGLangSender
 from weightsync_agent.engines.sglang_http import SGLangClient
 from weightsync_agent.engines.tight_source import TightSource
 from weightsync_agent.errors import ConfigError, StepFailed, StepTimeout, TransportError
-from weightsync_agent.manifest import Manifest
+from weightsync_agent.manifest import Manifest, describe
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 5000, 100_000, 1 << 30])
@@ -89,14 +91,34 @@ class Stub(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None: ...
 
 
-@pytest.fixture
-def url() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Stub) as server:
+class Refusing(Stub):
+    """Says what SGLang says of itself, and takes no key for anything else, as one with an --admin-api-key does."""
+
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self._answer(200, b'{"model_path": "none"}')
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.asked.append(self.path)
+        self._answer(401, b'{"error": "Unauthorized"}')
+
+
+@contextmanager
+def serving(kind: type[Stub]) -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
         server.daemon_threads = True
         server.block_on_close = False
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with serving(Stub) as found:
+        yield found
 
 
 def test_a_refusal_is_told_in_the_servers_words(url: str) -> None:
@@ -117,3 +139,32 @@ def test_a_server_that_is_no_sglang_is_told(url: str) -> None:
         SGLangSender({"a": torch.ones(3)}, url, expect=Manifest(tensors=())).check()
     with pytest.raises(StepFailed, match="is it running"):
         SGLangSender({"a": torch.ones(3)}, "http://127.0.0.1:9").step()
+
+
+def test_a_server_that_refuses_its_group_fails_the_step_at_once_in_its_words() -> None:
+    weights = {"a": torch.ones(3)}
+    with serving(Refusing) as url:
+        # Hours: who waited for the server's workers would wait longer than a test may.
+        with SGLangSender(weights, url, expect=describe(weights), join_timeout_seconds=36_000) as sender:
+            for step in (1, 2):
+                with pytest.raises(StepFailed, match=f"step {step} .*_update_group with 401: Unauthorized"):
+                    sender.step()
+                assert not sender.tainted
+        assert Refusing.asked == ["/init_weights_update_group"] * 2
+    waiting = [thread for thread in threading.enumerate() if thread.name == "weightsync-group"]
+    for thread in waiting:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in waiting), "nobody waits for the server's workers any more"
+
+
+def test_tensors_that_moved_are_packed_from_where_they_are_by_then() -> None:
+    weights = samples.mixed(7)
+    source = TightSource(weights, 1 << 30)
+    other_objects(weights)
+    for tensor in weights.values():
+        tensor.zero_()
+    source.look()
+    source.attach(torch.empty(source.nbytes, dtype=torch.uint8))
+    source.pack(0)
+    assert source.packed(0).numel() == source.sent_bytes
+    assert not source.packed(0).any()

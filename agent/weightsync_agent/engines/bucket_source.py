@@ -75,7 +75,7 @@ class BucketSource:
         self._addresses.check_sizes(NOTHING_SENT)
 
     def attach(self, buffer: torch.Tensor) -> None:
-        """`buffer`: uint8 [nbytes] on the weights' device, for the step that begins. Tensors are read where they lie."""
+        """`buffer`: uint8 [nbytes] on the weights' device, for the step that begins."""
         self._buffer = buffer
         if not self.gatherer.plain:
             return

@@ -13,10 +13,10 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from weightsync_api.reports import AgentState, ReceiverStep, StepReport
@@ -225,12 +225,18 @@ class SGLangSender:
             deadline,
         )
         try:
-            group.connect(self._source.device)
-            asked.result(max(deadline.remaining, 0.1))
-        except BaseException:
+            both: list[Future[Any]] = [group.connect(self._source.device), asked]
+            wait(both, deadline.remaining, FIRST_COMPLETED)
+            if asked.done():
+                asked.result()  # a refusal, while the group waits for nobody
+            for one in both:
+                one.result(max(deadline.remaining, 0.1))
+        except BaseException as error:
             group.close()
             if asked.done():
                 asked.result()  # its own error tells more
+            if isinstance(error, TimeoutError):
+                raise StepTimeout(f"the engine did not join the group within {deadline.seconds:.3g} s") from None
             raise
         return group
 

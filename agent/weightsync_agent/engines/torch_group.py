@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -22,39 +23,58 @@ from ..errors import StepTimeout, TransportError
 
 
 class TorchGroup:
-    """Made once for its members, thrown away when a step breaks off in it. `connect` blocks until all are in."""
+    """Made once for its members, thrown away when a step breaks off in it."""
 
     def __init__(self, address: str, world_size: int, backend: str, deadline: Deadline, name: str) -> None:
         """`address`: of this host, that the engine reaches. Raises TransportError where it can't be listened on."""
         self.name, self.backend, self.world_size = name, backend, world_size
         self._group: Any = None
+        self._closed = False
+        self._lock = threading.Lock()
         self._timeout = timedelta(seconds=max(deadline.remaining, 1.0))
         try:
-            self._store: Any = TCPStore(
-                address, 0, world_size, is_master=True, timeout=self._timeout, wait_for_workers=False
-            )
+            self._server: Any = self._store(address, 0, is_master=True)
+            self.port = int(self._server.port)
+            # A store of its own for the group: when the server goes, torch's wait for the members ends at once.
+            self._client: Any = self._store(address, self.port, is_master=False)
         except RuntimeError as error:
             raise TransportError(f"can't listen on {address} for the engine's workers: {_first(error)}") from None
-        self.port = int(self._store.port)
 
-    def connect(self, device: torch.device) -> None:
-        """Raises TransportError."""
+    def _store(self, address: str, port: int, is_master: bool) -> TCPStore:
+        return TCPStore(address, port, self.world_size, is_master, timeout=self._timeout, wait_for_workers=False)
+
+    def connect(self, device: torch.device) -> Future[None]:
+        """Begins, in a thread: torch waits until all are in, or `close`. The Future raises TransportError."""
+        connected: Future[None] = Future()
+        threading.Thread(target=self._connect, args=(device, connected), name="weightsync-group", daemon=True).start()
+        return connected
+
+    def _connect(self, device: torch.device, connected: Future[None]) -> None:
         make: Any = c10d._new_process_group_helper
         try:
-            self._group, _ = make(
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # a thread begins on GPU 0
+            group, _ = make(
                 self.world_size,
                 0,
                 [],
                 c10d.Backend(self.backend),
-                PrefixStore(self.name, self._store),
+                PrefixStore(self.name, self._client),
                 group_name=self.name,
                 backend_options=None,
                 timeout=self._timeout,
                 device_id=device if device.type == "cuda" else None,
             )
-            c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(self.world_size)}
-        except RuntimeError as error:
-            raise TransportError(f"the group of trainer and engine was not made: {_first(error)}") from None
+            c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(self.world_size)}
+        except Exception as error:
+            cause = TransportError(f"the group of trainer and engine was not made: {_first(error)}")
+            connected.set_exception(cause)
+            return
+        with self._lock:
+            self._group = group
+        if self._closed:
+            self.close()
+        connected.set_result(None)
 
     def broadcast(self, tensor: torch.Tensor) -> Any:
         """Begins; gives torch's Work."""
@@ -73,16 +93,21 @@ class TorchGroup:
 
     def close(self) -> None:
         """In a thread: where a member is gone, torch may take its time. Idempotent."""
-        group, self._group, self._store = self._group, None, None
+        with self._lock:
+            self._closed = True
+            group, server = self._group, self._server
+            self._group = self._server = self._client = None
         if group is not None:
-            threading.Thread(target=_destroy, args=(group,), name="weightsync-group-end", daemon=True).start()
+            threading.Thread(target=_destroy, args=(group, server), name="weightsync-group-end", daemon=True).start()
 
 
-def _destroy(group: Any) -> None:
+def _destroy(group: Any, server: Any) -> None:
     try:
         dist.destroy_process_group(group)
     except Exception:  # the group is given up either way
         return
+    finally:
+        del server  # NCCL's own threads look into it until here
 
 
 def _first(error: BaseException) -> str:
