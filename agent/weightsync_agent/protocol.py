@@ -226,6 +226,7 @@ class Error(Message):
     kind: Literal["Error"] = "Error"
     step: _Step = Field(default=0, description="0: outside a step")
     bucket: _Index | None = None
+    received: bool = Field(default=False, description="the step's data was all in: no broadcast needs this receiver")
     cause: str = Field(max_length=65536)
 
 

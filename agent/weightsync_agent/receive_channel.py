@@ -32,6 +32,8 @@ class ReceiverStepChannel:
         self.deadline = Deadline(begin.timeout_seconds)
         self.bucket: int | None = None
         """The bucket at work, for errors."""
+        self.received = False
+        """The step's data is all here."""
         self._post = post
         self._take = take
         self._started: Callable[[], None] | None = started

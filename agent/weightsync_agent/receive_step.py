@@ -51,6 +51,7 @@ class StepReceiver:
         self.in_step = True
         try:
             transport.receive(channel)
+            channel.received = True
             commit = channel.wait_commit()
             if begin.verify:
                 _verify(transport, commit)
@@ -63,7 +64,9 @@ class StepReceiver:
             # As text: a handler that keeps the record would keep the traceback's frames, and with them the views.
             trace = "".join(traceback.format_exception(error))
             log.error("rank %d: step %d failed: %s", standing.identity.rank, begin.step, trace)
-            self._dealer.post(protocol.Error(step=begin.step, bucket=channel.bucket, cause=cause[:65536]))
+            self._dealer.post(
+                protocol.Error(step=begin.step, bucket=channel.bucket, received=channel.received, cause=cause[:65536])
+            )
             self._broken(begin.step, cause)
             return None
         finally:

@@ -46,6 +46,8 @@ class StepChannel:
         self._poll = poll
         self._drained = dict.fromkeys(self.members, -1)
         self._regrouped: dict[int, int] = {}
+        self._missing = False
+        """A receiver left before it had all of the data."""
         self._checked_at = time.monotonic()
 
     @property
@@ -79,7 +81,7 @@ class StepChannel:
     def alive(self) -> bool:
         self._poll(0)
         self._check_connections()
-        return not self.failed
+        return not self._missing
 
     def wait_regrouped(self, epoch: int, deadline: Deadline) -> None:
         """Raises StepTimeout unless every member is in the new group by the deadline."""
@@ -139,7 +141,7 @@ class StepChannel:
             )
         else:
             where = f", bucket {message.bucket}" if message.bucket is not None else ""
-            self.fail(rank, AgentState.TAINTED, f"step {self.step}{where}: {message.cause}")
+            self.fail(rank, AgentState.TAINTED, f"step {self.step}{where}: {message.cause}", received=message.received)
         return True
 
     def lose(self, rank: int) -> None:
@@ -148,10 +150,11 @@ class StepChannel:
             rank, AgentState.LOST, f"step {self.step}: its connection is gone: the process ended or the node is off"
         )
 
-    def fail(self, rank: int, state: AgentState, cause: str) -> None:
-        """Takes a receiver out of the step; its weights may be mixed now."""
+    def fail(self, rank: int, state: AgentState, cause: str, *, received: bool = False) -> None:
+        """Takes a receiver out of the step; its weights may be mixed now. `received`: it had all of the data."""
         if rank in self.failed or rank in self.acks:
             return
+        self._missing |= not received
         peer = self.members[rank]
         peer.state, peer.message = state, cause
         self.failed[rank] = peer.receiver_step()

@@ -9,11 +9,9 @@ from collections.abc import Generator, Iterator
 import pytest
 from control_plane import ControlPlane, programs
 from helm import CRD, Helm, established, new_namespace
-from pod_cluster import PodCluster, alone, must_not_skip, why_no_pods
+from pod_cluster import FAILED, PodCluster, alone, must_not_skip, why_no_pods
 from reconciling import Operator
 from weightsync_api.crd import render
-
-FAILED = pytest.StashKey[bool]()
 
 
 @pytest.fixture(scope="session")

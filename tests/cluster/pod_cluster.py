@@ -19,6 +19,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Self
 
+import pytest
 from control_plane import HERE, programs
 from helm import CHART, CRD, Helm
 from kubectl import Kubectl, Tree
@@ -26,6 +27,8 @@ from operator_process import eventually
 
 SYSTEM = "weightsync-system"
 RELEASE = "weightsync"
+FAILED = pytest.StashKey[bool]()
+"""Of a test that failed."""
 STARTED_SECONDS = 240.0
 """For an agent's start: torch is imported from a cold disk by several processes at a time."""
 RESTRICTED = "pod-security.kubernetes.io/enforce=restricted"
@@ -143,7 +146,7 @@ class PodCluster(Kubectl):
         found = [self.run("-n", namespace, *words, check=False).stdout[-6000:] for words in asked]
         for pod in self.list("pods", namespace):
             name = pod["metadata"]["name"]
-            logs = self.run("-n", namespace, "logs", name, "--all-containers", "--tail=20", check=False)
+            logs = self.run("-n", namespace, "logs", name, "--all-containers", "--tail=40", check=False)
             found.append(f"--- {name}\n{logs.stdout}{logs.stderr}")
         return "\n".join([*found, "--- operator", self.operator_log()])
 

@@ -18,7 +18,7 @@ import pytest
 import yaml
 from kubectl import Tree
 from operator_process import eventually
-from pod_cluster import PodCluster, WeightSyncOnCluster, must_not_skip
+from pod_cluster import FAILED, PodCluster, WeightSyncOnCluster, must_not_skip
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -65,17 +65,17 @@ with Sender.from_env(source=weights) as sender:
 
 ENGINE = """
 import os
-from weightsync_agent import receiver
+from weightsync_agent import receive_step
 from weightsync_agent.engines.transformers import main
 
-class Breaking(receiver.ReceiverStepChannel):
+class Breaking(receive_step.ReceiverStepChannel):
     def wait_commit(self):
         # The step's data is in the model already.
         if os.path.exists("/tmp/break"):
             raise RuntimeError("this engine can't load it")
         return super().wait_commit()
 
-receiver.ReceiverStepChannel = Breaking
+receive_step.ReceiverStepChannel = Breaking
 main()
 """
 
@@ -132,6 +132,14 @@ def engines(pod_cluster: PodCluster) -> Iterator[WeightSyncOnCluster]:
             print(pod_cluster.told(namespace))
             raise
         yield ws
+
+
+@pytest.fixture(autouse=True)
+def tells(engines: WeightSyncOnCluster, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Of a test that failed it tells what was there at the end."""
+    yield
+    if request.node.stash.get(FAILED, False):
+        print(engines.cluster.told(engines.namespace))
 
 
 def endpoints(ws: WeightSyncOnCluster) -> set[str]:

@@ -1,7 +1,8 @@
 """A receiver in a process of its own, which tells its parent on stdout, a JSON object a line, what became of it.
 
 Run as a script: CONFIG_PATH RANK OPTIONS_JSON. Options: target (dict | module | loader), and faults to play:
-raise_in_load, keep_views, sleep_in_load (seconds), steps it is played in (fault_steps).
+raise_in_load, keep_views, sleep_in_load (seconds), raise_at_commit, starts_after (a file's path), steps it is played
+in (fault_steps).
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import samples
 import torch
+from weightsync_agent import receive_step
 from weightsync_agent.errors import Closed, WeightSyncError
+from weightsync_agent.protocol import Commit
 from weightsync_agent.receiver import Receiver
 from weightsync_api.agent_config import AgentConfig
 
@@ -57,6 +61,24 @@ class LoadingEngine:
             self.weights[name].copy_(tensor)
 
 
+def play_around_the_transfer(options: dict[str, Any]) -> None:
+    """Faults that are none of the engine's loader: before the step's first byte, and after its last."""
+
+    class Faulty(receive_step.ReceiverStepChannel):
+        def started(self) -> None:
+            if self.step in options["fault_steps"] and "starts_after" in options:
+                while not Path(options["starts_after"]).exists():
+                    time.sleep(0.001)
+            super().started()
+
+        def wait_commit(self) -> Commit:
+            if self.step in options["fault_steps"] and options.get("raise_at_commit"):
+                raise RuntimeError("it can't be taken in")
+            return super().wait_commit()
+
+    receive_step.ReceiverStepChannel = Faulty  # type: ignore[misc]
+
+
 def keep_allocating(device: torch.device) -> None:
     """An engine's other thread: allocates, frees and launches kernels of ever new shapes, all the time."""
     for size in range(1, 1_000_000):
@@ -77,6 +99,8 @@ def main() -> None:
         weights = {options["names"].get(name, name): tensor for name, tensor in weights.items()}
     target = weights if options.get("target", "dict") == "dict" else engine.load_weights
     device = torch.device(options.get("device", "cpu"))
+    if options.get("raise_at_commit") or "starts_after" in options:
+        play_around_the_transfer(options)
     if options.get("busy"):
         threading.Thread(target=keep_allocating, args=(device,), daemon=True).start()
     with Receiver(target, config=config, rank=int(sys.argv[2]), device=device) as receiver:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import samples
 from step_promises import *  # noqa: F403 - the tests of all places
 from step_promises import GLOO, Place, steps_until_all_take_part
+from weightsync_agent.errors import StepFailed
+from weightsync_agent.send_channel import StepChannel
 from weightsync_agent.sender import Sender
 from weightsync_api.agent_config import AgentConfig
 
@@ -48,3 +51,32 @@ def test_a_receiver_that_joins_later_gets_into_the_group(
         line = late.until("step")
         assert line["fingerprint"] == want
         assert first.until("step", line["step"])["fingerprint"] == want
+
+
+def test_a_receiver_that_fails_with_all_of_the_data_breaks_off_no_other(
+    make_config: Callable[..., AgentConfig], start: Callable[..., Any], run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = run_dir / "failed"
+    fail = StepChannel.fail
+
+    def told(channel: StepChannel, *what: Any, **more: Any) -> None:
+        fail(channel, *what, **more)
+        failed.touch()
+
+    monkeypatch.setattr(StepChannel, "fail", told)
+    # One bucket: of several the sender would send the other one no more than it can send to both.
+    config = make_config(transport="NCCL", receivers=2, bucket_bytes=4 << 20)
+    # It gets its first byte of step 2 when the sender knows already that the other one has failed.
+    late = start(config, 1, fault_steps=[2], starts_after=str(failed))
+    broken = start(config, 2, fault_steps=[2], raise_at_commit=True)
+    weights = samples.mixed(0)
+    with Sender(weights, config=config) as sender:
+        assert sender.step().complete
+        want = samples.change(weights, 1)
+        with pytest.raises(StepFailed, match=r"reached 1 of 2 receivers; rank 2.*it can't be taken in"):
+            sender.step()
+        assert late.until("step", 2)["fingerprint"] == want
+        assert "can't be taken in" in broken.until("tainted")["tainted"]
+        want = samples.change(weights, 2)
+        assert sender.step().complete
+        assert late.until("step", 3)["fingerprint"] == broken.until("step", 3)["fingerprint"] == want

@@ -23,6 +23,7 @@ FROM_RECEIVER = [
     protocol.Joined(route="SharedMemory"),
     protocol.Drained(step=1, bucket=0),
     protocol.Error(step=1, bucket=2, cause="no memory"),
+    protocol.Error(step=1, received=True, cause="no memory"),
     protocol.Regrouped(epoch=1, route="gloo"),
     protocol.Differs(differences="a: shape"),
     protocol.Bye(),

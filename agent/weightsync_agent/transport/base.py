@@ -96,7 +96,10 @@ class SendChannel(Protocol):
         ...
 
     def alive(self) -> bool:
-        """Takes in what is there, without waiting; False once a receiver left this step. For polling loops."""
+        """Takes in what is there, without waiting. For polling loops.
+
+        False once a receiver left this step before it had all of its data: a broadcast can't end without it.
+        """
         ...
 
 

@@ -13,7 +13,7 @@ _PAUSE_SECONDS = 0.001
 
 
 def presence(channel: SendChannel) -> Callable[[], None]:
-    """A check for polling loops: raises TransportError once a receiver has left the step."""
+    """A check for polling loops: raises TransportError once a receiver has left the broadcasts of the step."""
 
     def check() -> None:
         if not channel.alive():
