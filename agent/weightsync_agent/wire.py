@@ -30,6 +30,12 @@ GREETING_SECONDS = 2.0
 """How long an answer is waited for on a socket path that somebody listens at: ZMTP's greeting comes at once, and from a
 process of its own I/O threads (https://rfc.zeromq.org/spec/23/)."""
 
+HANDSHAKE_MILLISECONDS = 5_000
+"""How long a receiver waits for the handshake at a Unix socket before it connects to what the path is by then; over a
+network ZeroMQ's own 30 s stay. Threads of ZeroMQ's own shake hands, so that a sender at work answers in microseconds,
+and one that is slower still is met at the next try. Nobody answers where the sender was killed and a child that it
+forked holds its listening socket."""
+
 SERVER_KEY, CLIENT_KEY = "sender", "receiver"
 """File names of the CURVE certificates in `curve_dir`: sender.key(_secret), receiver.key(_secret)."""
 
@@ -96,6 +102,8 @@ def connect_dealer(
     socket.setsockopt(zmq.IMMEDIATE, 0)
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
+    if endpoint.startswith("ipc://"):
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MILLISECONDS)
     if curve_dir:
         public, secret = _certificate(curve_dir, CLIENT_KEY, secret=True)
         socket.curve_publickey, socket.curve_secretkey = public, secret

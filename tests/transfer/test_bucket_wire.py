@@ -241,7 +241,7 @@ def test_a_socket_that_a_dead_process_left_is_taken_over_and_nothing_else_is(tmp
     assert path.exists()
     with Lockstep(f"ipc://{path}", "asks", "a test"):
         assert path.stat().st_mode & 0o777 == 0o600
-        with pytest.raises(ConfigError, match="in use: another sender listens there"):
+        with pytest.raises(ConfigError, match="in use: another sender listens there, or a process that one forked"):
             Lockstep(f"ipc://{path}", "asks", "a test")
     assert not path.exists()
     path.write_text("precious")
@@ -254,6 +254,21 @@ def test_a_socket_that_a_dead_process_left_is_taken_over_and_nothing_else_is(tmp
 def test_objects_are_never_read_from_a_network(address: str) -> None:
     with pytest.raises(ConfigError, match="no Unix socket"):
         Lockstep(address, "answers", "a test")
+
+
+def test_a_receiver_leaves_a_socket_where_nobody_answers_for_the_next_senders(tmp_path: Path) -> None:
+    """A child that a dead sender forked still holds the old one, and the path is the next sender's by then."""
+    path = tmp_path / "w.sock"
+    with socket.socket(socket.AF_UNIX) as orphan:
+        orphan.bind(str(path))
+        orphan.listen()
+        target = {"a": torch.zeros(3)}
+        received = beside(VerlReceiver(f"ipc://{path}", target, allow_object_wire=True).receive)
+        held, _ = orphan.accept()
+        path.unlink()
+        with held, VerlSender({"a": torch.ones(3)}, f"ipc://{path}", allow_object_wire=True) as sender:
+            assert sender.step().complete
+        received.result(60)
 
 
 def test_two_receivers_at_one_socket_fail_the_step_instead_of_sharing_it(address: str) -> None:

@@ -20,6 +20,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ..deadline import Deadline
 from ..errors import ConfigError, JoinTimeout, StepTimeout, TransportError
+from ..wire import HANDSHAKE_MILLISECONDS
 from .object_wire import MAX_MESSAGE_BYTES
 
 MAX_PATH_BYTES = 107
@@ -69,6 +70,8 @@ class Lockstep:
         # ZeroMQ must not connect again by itself: after the last answer that would be to the next step's socket, where
         # this one, which is about to close, would be taken for that step's receiver.
         self._socket.set(zmq.RECONNECT_IVL, -1)
+        if not self._asks:
+            self._socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MILLISECONDS)
         self._monitor = self._socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | (0 if self._asks else zmq.EVENT_CLOSED)
         )
@@ -237,4 +240,4 @@ def _clear(path: Path) -> None:
         except OSError:
             path.unlink(missing_ok=True)
             return
-    raise ConfigError(f"{path} is in use: another sender listens there, and there can be one only")
+    raise ConfigError(f"{path} is in use: another sender listens there, or a process that one forked; end it")
