@@ -119,12 +119,16 @@ def fetch_descriptors(path: str, token: str, count: int, deadline: Deadline) -> 
 
 
 def _read_exactly(peer: socket.socket, size: int, deadline: Deadline) -> bytes:
-    """What came by the deadline, which is for all of it: a peer that trickles holds nobody up."""
+    """What came by the deadline, which is for all of it: a peer that trickles holds nobody up.
+
+    What is there by then is read once more, however late this thread comes to look.
+    """
     data = b""
-    while len(data) < size and not deadline.passed:
+    while len(data) < size:
+        late = deadline.passed
         peer.settimeout(max(0.001, deadline.remaining))
         part = peer.recv(size - len(data))
-        if not part:
-            break
         data += part
+        if not part or late:
+            break
     return data
