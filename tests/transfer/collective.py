@@ -213,10 +213,11 @@ class Members:
             assert member.answer()[0] == "regrouped"
 
     def begin(self, step: int, seconds: float = 60.0, verify: bool = False) -> SenderSide:
+        deadline = Deadline(seconds)  # as in a real step, the sender's begins first
         for member in self.members:
             member.inbox.clear()
             member.ask("step", step, seconds, verify)
-        return SenderSide(self.members, step, Deadline(seconds), verify)
+        return SenderSide(self.members, step, deadline, verify)
 
     def step(self, step: int = 1, verify: bool = False) -> None:
         """One whole step. Raises AssertionError where a receiver failed."""

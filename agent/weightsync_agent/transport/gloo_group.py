@@ -132,30 +132,36 @@ class GlooGroup:
         try:
             work: Work = self._group.broadcast([data], options)
         except RuntimeError as error:
-            raise self._failed(error) from None
+            raise self._failed(error, deadline) from None
         return work
 
     def finish(self, work: Work, deadline: Deadline, check: Callable[[], None]) -> None:
         """Waits for a broadcast. `check` is called while waiting and may raise.
 
-        Raises StepTimeout at the deadline, TransportError when a member's connection is gone.
+        Raises StepTimeout at the deadline, also where another member was the first to see it and has left by now;
+        TransportError when a member's connection is gone.
         """
         sleep = 2e-5
         while not work.is_completed():
             if deadline.passed:
-                raise StepTimeout(f"gloo: a broadcast was not done within {deadline.seconds:.3g} s")
+                raise _late(deadline)
             time.sleep(sleep)
             if sleep >= 2e-4:
-                check()
+                try:
+                    check()
+                except TransportError:
+                    if deadline.passed:
+                        raise _late(deadline) from None
+                    raise
             sleep = min(sleep * 2, LONGEST_SLEEP_SECONDS)
         try:
             work.wait()
         except RuntimeError as error:
-            if deadline.passed:
-                raise StepTimeout(f"gloo: a broadcast was not done within {deadline.seconds:.3g} s") from None
-            raise self._failed(error) from None
+            raise self._failed(error, deadline) from None
 
-    def _failed(self, error: RuntimeError) -> TransportError:
+    def _failed(self, error: RuntimeError, deadline: Deadline) -> TransportError | StepTimeout:
+        if deadline.passed:
+            return _late(deadline)
         return TransportError(
             f"gloo: a broadcast among ranks {listed(self._ranks)} failed: {first_line(error)}; "
             "a member's process has ended or its network is gone; the next step makes a new group"
@@ -176,6 +182,10 @@ class GlooGroup:
         closing = threading.Thread(target=holder.clear, name="weightsync-gloo-close", daemon=True)
         _closing.add(closing)
         closing.start()
+
+
+def _late(deadline: Deadline) -> StepTimeout:
+    return StepTimeout(f"gloo: a broadcast was not done within {deadline.seconds:.3g} s")
 
 
 def _cut(group: Any) -> None:
