@@ -8,7 +8,8 @@ from collections.abc import Callable
 from ..errors import TransportError
 from .base import SendChannel
 
-REASON_SECONDS = 0.5
+REASON_SECONDS = 5.0
+"""Nobody waits that long but for a receiver whose machine stalls, and where a network broke that no process did."""
 _PAUSE_SECONDS = 0.001
 
 
