@@ -46,6 +46,9 @@ MAX_POLLS = 64
 """Requests that may wait in `/report` at a time."""
 START_SECONDS = 5.0
 LINGER_SECONDS = 2.0
+RUNNER_SECONDS = 15.0
+"""The same where a local run reads: it always does, but its machine may stall, and what it has not read by the end it
+takes for steps that never were."""
 READER_SECONDS = 2 * LONG_POLL_SECONDS
 """A reader that has not asked for this long is gone, and not waited for at the end."""
 MAX_SOCKET_PATH = 107
@@ -118,7 +121,7 @@ class AgentServer:
         host, port = self._socket.getsockname()[:2]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
-    def linger(self, seconds: float = LINGER_SECONDS) -> None:
+    def linger(self, seconds: float | None = None) -> None:
         """Waits up to `seconds` until the reader of `/report` has got the last one; at once where nobody reads.
 
         A local run always reads, but steps may be over before it has asked for the first time.
@@ -126,7 +129,7 @@ class AgentServer:
         if os.getpid() != self._pid:
             return
         if self.agent.report().finished and (bound() or time.monotonic() - self._asked_at < READER_SECONDS):
-            self._told_end.wait(seconds)
+            self._told_end.wait(seconds or (RUNNER_SECONDS if bound() else LINGER_SECONDS))
 
     def close(self) -> None:
         """Stops serving and takes the socket's file away. Idempotent.

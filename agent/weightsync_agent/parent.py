@@ -16,8 +16,8 @@ from weightsync_api.agent_config import ENV_EXIT_ON_STDIN_EOF
 
 log = logging.getLogger("weightsync.parent")
 
-GRACE_SECONDS = 3.0
-"""From SIGTERM to the hard end: time for a goodbye, and for a trainer to leave a long kernel."""
+GRACE_SECONDS = 10.0
+"""From SIGTERM to the hard end: time for a goodbye, and for a trainer to leave a long kernel on a busy machine."""
 EXIT_ORPHANED = 143
 """128 + SIGTERM, as a shell reports it."""
 

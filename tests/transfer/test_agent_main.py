@@ -166,12 +166,14 @@ def test_a_local_sender_does_its_steps_and_ends_and_its_receivers_wait_for_the_n
     for receiver in (first, second):
         receiver.until("holds step 3")
         receiver.until("the sender has finished; it waits for the next sender")
+    assert sender.report(after=3).finished  # as its runner reads it, for whom it waits
     assert sender.ended() == 0
     assert not (directory / "rank-0.http").exists()
 
     again = start("sender", 0)  # counts on from what its receivers hold, which is all there was to do but one
     again.until("step 4:")
     first.until("holds step 4")
+    assert again.report(after=4).finished
     assert again.ended() == 0
 
     first.term()
@@ -244,7 +246,8 @@ def test_a_receiver_that_joins_between_two_checkpoints_gets_the_last_one(
 
 def test_launch_runs_a_whole_group_in_one_container_with_a_port_each(configure: Configure, start: Start) -> None:
     host, port = next(addresses), 8080
-    configure(http=f"{host}:{port}", steps={"intervalSeconds": 1, "count": 0})
+    # No third one: within a step a receiver is not ready.
+    configure(http=f"{host}:{port}", steps={"intervalSeconds": 1, "count": 2})
     group = start("", 0, "launch", bound=False, WEIGHTSYNC_AGENTS="sender:0,receiver:1")
     group.until("rank 1 holds step 2")
     for offset in (0, 1):
