@@ -10,25 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loopback import addresses
 from weightsync_agent.engines.vllm_follow import follow
 from weightsync_agent.engines.vllm_guard import GUARD, GUARD_PATH, LocalOnly
 from weightsync_agent.engines.vllm_worker import WorkerReport, checked
 from weightsync_agent.errors import ConfigError, TransportError
 from weightsync_api.agent_config import ENV_CONFIG, ENV_RANK, AgentConfig
 
+PORT = 8000
 UNGUARDED = """
 import http.server, sys
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200 if self.path == "/health" else 404)
         self.end_headers()
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+http.server.HTTPServer((sys.argv[1], int(sys.argv[2])), Handler).serve_forever()
 """
 
 
 @pytest.fixture
-def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """A free one; this process is rank 1 of 3."""
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An address with nobody else at it; this process is rank 1 of 3."""
     config = AgentConfig.model_validate(
         {"namespace": "n", "name": "w", "device": "CPU", "transport": "IPC", "receivers": 3, "bucketBytes": 4096}
         | {"bind": f"ipc://{tmp_path}/c", "connect": f"ipc://{tmp_path}/c", "runtimeDir": str(tmp_path)}
@@ -36,37 +38,35 @@ def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     (tmp_path / "agent.json").write_text(config.model_dump_json())
     monkeypatch.setenv(ENV_CONFIG, str(tmp_path / "agent.json"))
     monkeypatch.setenv(ENV_RANK, "1")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return next(addresses)
 
 
 def refused(
-    kind: type[Exception], said: str, command: list[str], port: int, workers: int = 1, start: float = 60
+    kind: type[Exception], said: str, command: list[str], host: str, workers: int = 1, start: float = 120
 ) -> None:
     with pytest.raises(kind, match=said):
-        follow(command, f"http://127.0.0.1:{port}", workers, start)
+        follow(command, f"http://{host}:{PORT}", workers, start)
 
 
-def test_a_senders_rank_and_workers_that_do_not_divide_are_refused(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused(ConfigError, "3 receivers, which engines of 2 workers can't share out", [], port, workers=2)
+def test_a_senders_rank_and_workers_that_do_not_divide_are_refused(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused(ConfigError, "3 receivers, which engines of 2 workers can't share out", [], host, workers=2)
     monkeypatch.setenv(ENV_RANK, "0")
-    refused(ConfigError, "rank 0 is the sender's", [], port)
+    refused(ConfigError, "rank 0 is the sender's", [], host)
 
 
-def test_a_server_that_does_not_start_is_told_at_once(port: int) -> None:
-    refused(ConfigError, "'no-such-program' can't be started: No such file", ["no-such-program"], port)
-    refused(TransportError, "the engine has ended with exit code 3", [sys.executable, "-c", "exit(3)"], port)
+def test_a_server_that_does_not_start_is_told_at_once(host: str) -> None:
+    refused(ConfigError, "'no-such-program' can't be started: No such file", ["no-such-program"], host)
+    refused(TransportError, "the engine has ended with exit code 3", [sys.executable, "-c", "exit(3)"], host)
 
 
-def test_a_server_that_never_answers_is_given_up_at_the_deadline(port: int) -> None:
-    refused(TransportError, f"no engine answers at http://127.0.0.1:{port} within 0.2 s", [], port, start=0.2)
+def test_a_server_that_never_answers_is_given_up_at_the_deadline(host: str) -> None:
+    refused(TransportError, f"no engine answers at http://{host}:{PORT} within 0.2 s", [], host, start=0.2)
 
 
-def test_a_server_that_was_not_given_the_guard_is_not_followed_and_ends(port: int) -> None:
-    refused(ConfigError, f"--middleware {GUARD}", [sys.executable, "-c", UNGUARDED, str(port)], port)
+def test_a_server_that_was_not_given_the_guard_is_not_followed_and_ends(host: str) -> None:
+    refused(ConfigError, f"--middleware {GUARD}", [sys.executable, "-c", UNGUARDED, host, str(PORT)], host)
     with socket.socket() as probe:
-        assert probe.connect_ex(("127.0.0.1", port)) != 0
+        assert probe.connect_ex((host, PORT)) != 0
 
 
 def status(path: str, client: tuple[str, int] | None, **more: Any) -> int:

@@ -121,6 +121,8 @@ class Server:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self._child.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.wait(TERM_SECONDS)  # its port is free from then on
 
 
 def follow(command: Sequence[str], url: str, workers: int, start_seconds: float) -> int:
