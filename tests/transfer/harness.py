@@ -75,7 +75,7 @@ def make_config(run_dir: Path) -> Callable[..., AgentConfig]:
         values: dict[str, Any] = {
             "namespace": "default", "name": "sample", "device": "CPU", "transport": "IPC", "mode": "Packed",
             "bucket_bytes": 16384, "slots": 2, "receivers": 1, "join_timeout_seconds": START_SECONDS,
-            "ack_timeout_seconds": 30, "step_timeout_seconds": 60, "bind": endpoint, "connect": endpoint,
+            "ack_timeout_seconds": 120, "step_timeout_seconds": 150, "bind": endpoint, "connect": endpoint,
             "runtime_dir": str(run_dir),
         }  # fmt: skip
         return AgentConfig(**(values | changes))

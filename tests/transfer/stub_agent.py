@@ -123,7 +123,7 @@ class Sender:
             await asyncio.sleep(STUB.get("interval", 0.02))
         self.finished = True
         self.news.set()
-        await asyncio.wait_for(self.told.wait(), 30)
+        await asyncio.wait_for(self.told.wait(), 300)
         await runner.cleanup()
         socket.unlink(missing_ok=True)
         FINISHED.touch()

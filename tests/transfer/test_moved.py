@@ -13,7 +13,7 @@ import torch
 from moved_promises import *  # noqa: F403 - the tests of all places
 from moved_promises import other_memory
 from peers_by_hand import eventually
-from step_promises import CPU_PLACES, GLOO, Place
+from step_promises import CPU_PLACES, GLOO, Place, wait_for
 from weightsync_agent import addresses, protocol, sender
 from weightsync_agent.addresses import MANY_TENSORS
 from weightsync_agent.errors import ConfigError, StepFailed
@@ -70,7 +70,7 @@ def test_a_step_within_which_it_is_found_is_broken_off_and_comes_again_whole(
 def test_a_tensor_that_moves_on_and_on_within_a_step_ends_it_at_its_deadline(
     make_config: MakeConfig, joined: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, weights = make_config(mode="Direct", step_timeout_seconds=3), many(1)
+    config, weights = make_config(mode="Direct"), many(1)
     receiver = joined(config, target=many(0))
     with Sender(weights, config=config, adopt=True) as sender:
         assert sender.step().complete
@@ -81,11 +81,13 @@ def test_a_tensor_that_moves_on_and_on_within_a_step_ends_it_at_its_deadline(
             return begin(*args)
 
         monkeypatch.setattr(sender._carrier, "_begin", moving)
+        wait_for(sender, config.model_copy(update={"step_timeout_seconds": 3}))
         # The deadline is the receiver's too: either may be the first to see that it has passed.
         with pytest.raises(StepFailed, match=r"rank 1.*(moved again and again for 3 s|the commit did not come within)"):
             sender.step()
         assert receiver.whole == [1]
         monkeypatch.undo()
+        wait_for(sender, config)
         report = sender.step()
         eventually(lambda: receiver.whole == [1, report.step], "whole again")
 

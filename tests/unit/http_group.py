@@ -22,7 +22,7 @@ from weightsync_api.reports import AgentState, Report
 
 __all__ = ["directory", "group"]
 
-WAIT_SECONDS = 60
+WAIT_SECONDS = 120
 """Deadline of everything that must happen; nothing waits this long unless it is broken."""
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from http_group import *  # noqa: F403 - the fixtures
 from http_group import WAIT_SECONDS, Group, ask, report, until
+from loopback import addresses
 from weightsync_agent import runtime
 from weightsync_agent.errors import ConfigError, StepFailed
 from weightsync_agent.http import MAX_SOCKET_PATH, AgentServer
@@ -177,7 +178,8 @@ def test_a_forked_child_that_ends_takes_nothing_of_its_parents_away(
 
 
 def test_a_forked_child_holds_neither_the_port_nor_a_reader_beyond_its_parents_server(group: Group) -> None:
-    server = AgentServer(group.sender, "127.0.0.1:0", 0)
+    # Where no other process takes the port in the moment in which it is free.
+    server = AgentServer(group.sender, f"{next(addresses)}:0", 0)
     address = server.address
     reader = http.client.HTTPConnection(address, timeout=WAIT_SECONDS)
     reader.request("GET", "/healthz")

@@ -13,7 +13,7 @@ import pytest
 from weightsync_agent.errors import ConfigError
 from weightsync_agent.launch import Placed, agents_from_env, commands_from_env, expand
 
-WAIT_SECONDS = 60
+WAIT_SECONDS = 120
 
 
 def test_agents_are_read_with_rank_and_gpu() -> None:

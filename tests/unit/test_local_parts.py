@@ -179,7 +179,7 @@ def test_a_killed_runners_state_is_swept_with_its_processes(home: Path) -> None:
         assert (old / "control").exists()
         assert list(running()) == []
         state = StateDir.acquire(KEY)
-        assert left.wait(timeout=10) == -signal.SIGKILL
+        assert left.wait(timeout=120) == -signal.SIGKILL
         assert list(state.logs.iterdir()) == []
         assert list(state.runtime_dir.iterdir()) == []
         assert old == state.runtime_dir or not old.exists()

@@ -194,7 +194,7 @@ def test_two_ranks_of_fsdp_gather_bucket_by_bucket(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        told = [rank.communicate(timeout=100)[0] for rank in ranks]
+        told = [rank.communicate(timeout=280)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

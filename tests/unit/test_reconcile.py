@@ -213,10 +213,10 @@ def test_following_wakes_on_news_survives_silence_and_ends_with_the_sender() -> 
         reconciler = Reconciler(shelf)
         task = asyncio.create_task(reconciler.follow(KEY, ws, woken.set, poll=0.01, max_retry=0.01))
         shelf.sender = [told(ws, 1)]
-        await asyncio.wait_for(woken.wait(), 10)
+        await asyncio.wait_for(woken.wait(), 120)
         woken.clear()
         shelf.sender = [told(ws, 1, 2).model_copy(update={"finished": True})]
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, 120)
         assert woken.is_set()
 
     asyncio.run(run())

@@ -19,6 +19,13 @@ from weightsync_operator.reports_client import ReportsClient, ReportUnavailableE
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that stalls for a client's usual patience makes no answer of another kind."""
+    monkeypatch.setattr(reports_client, "ANSWER_SECONDS", 120.0)
+    monkeypatch.setattr(reports_client, "CONNECT_SECONDS", 120.0)
+
+
 async def ask(answer: Answer | None, after: int = 0, wait: float = 1, receivers: int = 8) -> object:
     """What the client makes of an agent's answer, over a real Unix socket; None: nobody listens."""
     with tempfile.TemporaryDirectory(prefix="ws-") as folder:

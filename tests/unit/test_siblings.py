@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+from weightsync_agent import siblings
 from weightsync_agent.errors import ConfigError
 from weightsync_agent.http import AgentServer
 from weightsync_api.reports import AgentReport, AgentState, Report
@@ -41,6 +42,12 @@ def served_in_a_row(agents: list[Agent]) -> tuple[int, list[AgentServer]]:
     raise AssertionError("no free ports")
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long one may take to answer is a kubelet's matter: on a machine that stalls for as long it says nothing."""
+    monkeypatch.setattr(siblings, "ANSWER_SECONDS", 60.0)
+
+
 @pytest.fixture
 def pod() -> Iterator[tuple[int, list[Agent], list[AgentServer]]]:
     agents = [Agent(rank) for rank in range(3)]
@@ -52,7 +59,7 @@ def pod() -> Iterator[tuple[int, list[Agent], list[AgentServer]]]:
 
 def ready(port: int, agents: int) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz?agents={agents}", timeout=30) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz?agents={agents}", timeout=90) as answer:
             return answer.status, json.loads(answer.read())["reason"]
     except urllib.error.HTTPError as error:
         return error.code, json.loads(error.read())["reason"]
