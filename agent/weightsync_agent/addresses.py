@@ -86,9 +86,9 @@ class Addresses:
             found = None if lookup is None else lookup.again()
         except ConfigError as error:
             raise ConfigError(f"{error} ({consequence})") from None
-        self._check_kinds(known if found is None else found[0], consequence)
+        self._check_kinds(known if found is None else found.tensors, consequence)
         if found is not None:
-            self._gatherer.replace(*found)
+            self._gatherer.replace(found)
         self._now = known
         pairs = zip(map(_ADDRESS, known), self._addresses, strict=True)
         if moved := [index for index, (after, before) in enumerate(pairs) if after != before]:

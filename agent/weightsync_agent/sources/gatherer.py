@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from ..manifest import ALIGNMENT, Manifest, align
-from .lookup import Lookup
-
-Values = Mapping[int, Callable[[], torch.Tensor]]
-"""By index: makes what is sent of a tensor; those without one are sent as they are."""
+from .lookup import Found, Lookup
 
 
 class Gatherer:
@@ -33,18 +30,12 @@ class Gatherer:
     dropped = 0
     """Tensors of the source that are not sent."""
 
-    def __init__(
-        self,
-        names: list[str],
-        tensors: list[torch.Tensor],
-        manifest: Manifest,
-        values: Values | None = None,
-    ) -> None:
-        self.names = names
-        self.tensors = tensors
+    def __init__(self, sent: Found, manifest: Manifest) -> None:
+        self.names = sent.names
+        self.tensors = sent.tensors
         """In manifest order, aliases included: the trainer's. One list for life, which the transport reads too."""
         self.manifest = manifest
-        self._values = values or {}
+        self._values = sent.values
 
     def gather(self, indices: Sequence[int]) -> list[torch.Tensor]:
         """The whole tensors of these manifest entries: contiguous, in the manifest's dtype, valid until the next call
@@ -61,10 +52,10 @@ class Gatherer:
         """Some of what is sent is neither a tensor nor a converted one: only `gather` can make it."""
         return bool(self._values)
 
-    def replace(self, tensors: Sequence[torch.Tensor], values: Values) -> None:
+    def replace(self, sent: Found) -> None:
         """The source holds these by now, of the same shapes."""
-        self.tensors[:] = tensors
-        self._values = values
+        self.tensors[:] = sent.tensors
+        self._values = sent.values
 
     def refresh(self) -> None:
         """Before a step, on every rank alike: takes what the source holds by now, where nobody reads it in place.
@@ -90,14 +81,8 @@ class ConvertingGatherer(Gatherer):
 
     plain = False
 
-    def __init__(
-        self,
-        names: list[str],
-        tensors: list[torch.Tensor],
-        manifest: Manifest,
-        values: Values | None = None,
-    ) -> None:
-        super().__init__(names, tensors, manifest, values)
+    def __init__(self, sent: Found, manifest: Manifest) -> None:
+        super().__init__(sent, manifest)
         self._scratch = [torch.empty(0, dtype=torch.uint8)] * 2
         self._kept: dict[int, torch.Tensor] = {}
         self._kept_in = 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from itertools import compress
 from typing import Any
 
@@ -17,8 +18,23 @@ from torch.nn.modules import module as torch_module
 
 from ..errors import ConfigError
 
-Found = tuple[list[str], list[torch.Tensor], dict[int, Callable[[], torch.Tensor]]]
-"""Names and tensors of a source in its order, and by index what makes the value that is sent."""
+
+@dataclass(frozen=True)
+class Found:
+    """What a source holds, or what is sent of it, in one order."""
+
+    names: list[str]
+    tensors: list[torch.Tensor]
+    values: dict[int, Callable[[], torch.Tensor]]
+    """By index: makes what is sent of a tensor. Those without one are sent as they are."""
+
+    def only(self, indices: Sequence[int]) -> Found:
+        """These alone, in the order of `indices`."""
+        return Found(
+            [self.names[index] for index in indices],
+            [self.tensors[index] for index in indices],
+            {place: self.values[index] for place, index in enumerate(indices) if index in self.values},
+        )
 
 
 class Lookup:
@@ -32,16 +48,16 @@ class Lookup:
         self,
         source: object,
         find: Callable[[Any], Found],
-        names: Sequence[str],
+        first: Found,
         kept: Sequence[int],
-        computed: bool,
     ) -> None:
-        """`find`: reads a source. `names`: what it found at first; `kept`: indices of those that are sent."""
+        """`find`: reads a source. `first`: what it found at first; `kept`: indices of those that are sent."""
         self._find = find
-        self._names = list(names)
+        self._names = names = list(first.names)
         self._kept = list(kept)
         self._dict: dict[str, torch.Tensor] | None = source if isinstance(source, dict) else None
-        self._reads = not computed  # else the dict holds other things than tensors
+        # Else the dict holds other things than tensors.
+        self._reads = not any(index in first.values for index in kept)
         self._selectors = None
         if len(kept) < len(names):
             sent = set(kept)
@@ -63,8 +79,8 @@ class Lookup:
         values = self._dict.values()
         return values if self._selectors is None else list(compress(values, self._selectors))
 
-    def again(self) -> tuple[list[torch.Tensor], dict[int, Callable[[], torch.Tensor]]] | None:
-        """What is sent, and how its values are made, looked up by name. None: there is nowhere to look.
+    def again(self) -> Found | None:
+        """What is sent, looked up by the source's names. None: there is nowhere to look.
 
         Raises ConfigError where a name is gone, and as `gatherer_for` does.
         """
@@ -74,8 +90,8 @@ class Lookup:
         if self._watch is not None:
             self._watch.given = False
         try:
-            names, tensors, values = self._find(source)
-            place = {name: index for index, name in enumerate(names)}
+            found = self._find(source)
+            place = {name: index for index, name in enumerate(found.names)}
             if gone := [name for name in self._names if name not in place]:
                 raise ConfigError(
                     f"the source has no {', '.join(gone[:20])}{f' and {len(gone) - 20} more' if gone[20:] else ''} any "
@@ -87,8 +103,7 @@ class Lookup:
             raise
         if isinstance(source, torch.nn.Module) and self._watch is not None:
             self._watch.modules = set(map(id, source.modules()))
-        found = [place[self._names[index]] for index in self._kept]
-        return [tensors[i] for i in found], {n: values[i] for n, i in enumerate(found) if i in values}
+        return found.only([place[self._names[index]] for index in self._kept])
 
 
 class _Watch:

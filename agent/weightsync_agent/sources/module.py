@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -39,23 +40,22 @@ def gatherer_for(
     wrappers left. `each_rank`: every rank that shares the weights sends. Raises ConfigError, naming the tensor, for
     anything that can't be sent: no tensor, no memory (meta), sparse, quantised, a name twice.
     """
-    given, held, values = _named(source)
-    how = renamed(given, names)
+    held = _named(source)
+    how = renamed(held.names, names)
     kept = [index for index, name in enumerate(how.names) if name is not None]
-    sent, tensors = [name for name in how.names if name is not None], [held[index] for index in kept]
-    values = {place: values[index] for place, index in enumerate(kept) if index in values}
-    sharded = any(isinstance(tensor, DTensor) for tensor in tensors)
-    converted = any(dtype not in (None, tensor.dtype) and tensor.dtype in CONVERTED for tensor in tensors)
+    sent = replace(held.only(kept), names=[name for name in how.names if name is not None])
+    sharded = any(isinstance(tensor, DTensor) for tensor in sent.tensors)
+    converted = any(dtype not in (None, tensor.dtype) and tensor.dtype in CONVERTED for tensor in sent.tensors)
     try:
-        manifest = _describe(sent, tensors, dtype)
+        manifest = _describe(sent.names, sent.tensors, dtype)
     except ValueError as error:
         raise ConfigError(f"the weights can't be sent: {error}") from None
-    kind: type[Gatherer] = ConvertingGatherer if converted or values else Gatherer
+    kind: type[Gatherer] = ConvertingGatherer if converted or sent.values else Gatherer
     if sharded:
         kind = EachRankGatherer if each_rank else ShardedGatherer
-    gatherer = kind(sent, tensors, manifest, values)
-    gatherer.lookup = Lookup(source, _named, given, kept, computed=bool(values))
-    gatherer.renaming, gatherer.dropped = how.said, len(given) - len(sent)
+    gatherer = kind(sent, manifest)
+    gatherer.lookup = Lookup(source, _named, held, kept)
+    gatherer.renaming, gatherer.dropped = how.said, len(held.names) - len(kept)
     if how.said and gatherer.leads:
         log.info("names: %s", how.said)
     return gatherer
@@ -91,7 +91,7 @@ def _named(source: Weights) -> Found:
                 f"{name} is partitioned by DeepSpeed's ZeRO-3, so no rank has it: use ZeRO-2, or FSDP2, whose shards "
                 "are gathered bucket by bucket"
             )
-    return names, tensors, values
+    return Found(names, tensors, values)
 
 
 def _describe(names: list[str], tensors: list[torch.Tensor], dtype: torch.dtype | None) -> Manifest:

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
 from ..manifest import Manifest, identity_of
-from .gatherer import Gatherer, Values
+from .gatherer import Gatherer
+from .lookup import Found
 
 
 class ShardedGatherer(Gatherer):
@@ -27,15 +28,9 @@ class ShardedGatherer(Gatherer):
     sharded = True
     all_lead = False
 
-    def __init__(
-        self,
-        names: list[str],
-        tensors: list[torch.Tensor],
-        manifest: Manifest,
-        values: Values | None = None,
-    ) -> None:
-        super().__init__(names, tensors, manifest, values)
-        mesh = next(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
+    def __init__(self, sent: Found, manifest: Manifest) -> None:
+        super().__init__(sent, manifest)
+        mesh = next(tensor.device_mesh for tensor in sent.tensors if isinstance(tensor, DTensor))
         if mesh.size() == dist.get_world_size():
             self._group = dist.group.WORLD
         elif mesh.ndim == 1:
@@ -65,7 +60,7 @@ class ShardedGatherer(Gatherer):
             return
         if (found := self.lookup.again()) is None:
             return
-        tensors, entries = found[0], self.manifest.tensors
+        tensors, entries = found.tensors, self.manifest.tensors
         pairs = zip(tensors, self.tensors, entries, strict=True)
         fits = [
             (new.shape, new.dtype) == (had.shape, had.dtype)
@@ -77,7 +72,7 @@ class ShardedGatherer(Gatherer):
                 f"{', '.join(other[:20])} changed shape or dtype, or is no longer tied, since the Sender was made, and "
                 "nothing was sent: close this Sender and make another"
             )
-        self.replace(*found)
+        self.replace(found)
 
     def conclude(self) -> None:
         self._kept = {}
