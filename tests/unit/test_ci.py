@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -144,6 +145,31 @@ def test_a_part_that_fails_is_named_and_the_cluster_ends(ci: Callable[..., Run])
     assert run.process.returncode != 0
     assert run.did() == ["check", "up", "images", "test, skips: 1", "down"]
     assert any(line.startswith("ci: make test FAILED") for line in said)
+    assert said[-1] == "ci: FAILED"
+
+
+def fails(until: str, tests: int = 2) -> str:
+    """Tests of make that fail, but for where `until` is true."""
+    named = json.dumps({f"tests/a.py::test_{number}[x y]": True for number in range(tests)})
+    kept = f"mkdir -p .pytest_cache/v/cache; echo '{named}' >.pytest_cache/v/cache/lastfailed"
+    return f'echo "with: $(PYTEST_ARGS)" >>did; {until} || {{ {kept}; exit 1; }}'
+
+
+def test_tests_that_pass_when_they_run_again_are_named_in_the_last_line(ci: Callable[..., Run]) -> None:
+    run = ci(TEST=fails(until='[ "$(PYTEST_ARGS)" = --last-failed ]'))
+    said = run.said()
+    assert run.process.returncode == 0, said
+    assert [line for line in run.did() if line.startswith("with")] == ["with: ", "with: --last-failed"]
+    assert said[-1] == ("ci: passed, BUT THESE FAILED AT FIRST: tests/a.py::test_0[x y] tests/a.py::test_1[x y]")
+
+
+@pytest.mark.parametrize(("tests", "runs"), [(1, 2), (4, 1)], ids=["few: once more", "many: not again"])
+def test_tests_that_go_on_failing_fail_it(tests: int, runs: int, ci: Callable[..., Run]) -> None:
+    run = ci(TEST=fails(until="false", tests=tests))
+    said = run.said()
+    assert run.process.returncode != 0
+    assert sum(line.startswith("with") for line in run.did()) == runs
+    assert "oldest" not in run.did()
     assert said[-1] == "ci: FAILED"
 
 
