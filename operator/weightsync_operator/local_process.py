@@ -69,6 +69,8 @@ class AgentProcess:
         self.restarts = 0
         self.crashes: deque[float] = deque(maxlen=16)
         """When it crashed, on the monotonic clock, since it last was healthy for a while."""
+        self.pause = 0.0
+        """Seconds from its last crash to its next start."""
         self.start_error = ""
         self._node = node
         self._on_exit = on_exit
@@ -175,7 +177,8 @@ class AgentProcess:
             self.crashes.clear()
         if code != 0:
             self.crashes.append(now)
-            self._again_at = now + min(MAX_BACKOFF, FIRST_BACKOFF * 2.0 ** (len(self.crashes) - 1))
+            self.pause = min(MAX_BACKOFF, FIRST_BACKOFF * 2.0 ** (len(self.crashes) - 1))
+            self._again_at = now + self.pause
         self.exit = Exit(code)
         self._on_exit()
 

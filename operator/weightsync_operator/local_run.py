@@ -262,7 +262,7 @@ class LocalRun:
         if self._stop.outcome is None and process.exit is not None and not self._is_bad_input(process):
             last = next(reversed(process.log.tail), "")
             why = f"{process.exit.text}{f': {last}' if last else ''}"
-            again = f"it starts again in {process.backoff:.0f} s"
+            again = f"it starts again in {process.pause:.0f} s"
             self._screen.notice(f"{self._prefix}{process.name}: {why}; {again}")
 
     def _status(self, ws: WeightSync) -> None:
