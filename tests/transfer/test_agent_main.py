@@ -26,6 +26,13 @@ pytestmark = pytest.mark.timeout(300)
 
 WAIT_SECONDS = 120
 """Importing torch on a busy machine takes a while; a wait this long only ends early."""
+PATIENT = f"""
+from weightsync_agent import parent, stop
+from weightsync_agent.main import main
+stop.STOP_SECONDS = parent.GRACE_SECONDS = {WAIT_SECONDS}
+main()
+"""
+"""The program, but for the hard end of one that takes longer to end well, as any may whose machine stalls."""
 
 
 class Agent:
@@ -43,7 +50,7 @@ class Agent:
     ) -> None:
         self.directory, self.rank = directory, rank
         self.process = subprocess.Popen(
-            [*under, sys.executable, "-m", "weightsync_agent.main", *arguments],
+            [*under, sys.executable, "-c", PATIENT, *arguments],
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
