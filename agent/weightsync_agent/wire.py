@@ -14,6 +14,7 @@ from zmq.auth import load_certificate
 from zmq.auth.thread import ThreadAuthenticator
 
 from .errors import ConfigError
+from .forked import let_go_in_children
 from .protocol import MAX_MESSAGE_BYTES
 
 HEARTBEAT_MILLISECONDS = 2_000
@@ -33,8 +34,8 @@ process of its own I/O threads (https://rfc.zeromq.org/spec/23/)."""
 HANDSHAKE_MILLISECONDS = 5_000
 """How long a receiver waits for the handshake at a Unix socket before it connects to what the path is by then; over a
 network ZeroMQ's own 30 s stay. Threads of ZeroMQ's own shake hands, so that a sender at work answers in microseconds,
-and one that is slower still is met at the next try. Nobody answers where the sender was killed and a child that it
-forked holds its listening socket."""
+and one that is slower still is met at the next try. Nobody answers where the sender was killed and somebody else has
+its listening socket (a fork that Python knows nothing of)."""
 
 SERVER_KEY, CLIENT_KEY = "sender", "receiver"
 """File names of the CURVE certificates in `curve_dir`: sender.key(_secret), receiver.key(_secret)."""
@@ -49,6 +50,7 @@ def bind_router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, curve_di
     socket = context.socket(zmq.ROUTER)
     try:
         _serve_at(socket, endpoint, curve_dir)
+        let_go_in_children(socket)
     except BaseException:
         socket.close(linger=0)
         raise
@@ -74,7 +76,7 @@ def _serve_at(socket: zmq.Socket[bytes], endpoint: str, curve_dir: str) -> None:
 def _answers(path: str) -> bool:
     """Whether a sender serves a socket path: libzmq takes away a socket's file that is there, whoever listens at it.
 
-    Who was killed doesn't answer, though a child that it forked may still hold its listening socket. A path that begins
+    Who was killed doesn't answer, though somebody may still hold its listening socket (forked.py). A path that begins
     with @ is no file, and binding it fails by itself.
     """
     if path.startswith("@"):

@@ -7,14 +7,17 @@ import socket
 import threading
 import weakref
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import samples
 import zmq.auth
-from peers_by_hand import eventually
+from peers_by_hand import WAIT, eventually
 from weightsync_agent.errors import ConfigError
 from weightsync_agent.sender import Sender
 
+GREETING = 10
+"""Bytes that ZMTP's greeting begins with, before the peer's are there."""
 THREADS = 2
 """Of one ZeroMQ context: I/O and reaper."""
 
@@ -39,6 +42,19 @@ def listeners(path: Path) -> int:
     return sum(line.endswith(f" {path}") for line in Path("/proc/net/unix").read_text().splitlines())
 
 
+def connected(endpoint: str) -> socket.socket:
+    """To a sender, which has taken it in and waits for what it says."""
+    if endpoint.startswith("ipc://"):
+        found = socket.socket(socket.AF_UNIX)
+        found.settimeout(WAIT)
+        found.connect(endpoint.removeprefix("ipc://").replace("@", "\0", 1))
+    else:
+        parts = urlsplit(endpoint)
+        found = socket.create_connection((parts.hostname, parts.port), timeout=WAIT)
+    assert len(found.recv(GREETING, socket.MSG_WAITALL)) == GREETING
+    return found
+
+
 def test_second_sender_at_an_endpoint_is_refused_and_the_first_goes_on(make_config, joined, run_dir) -> None:
     config = make_config()
     receiver = joined(config)
@@ -59,6 +75,41 @@ def test_socket_of_a_sender_that_was_killed_is_taken_over(make_config, joined, r
         joined(config)
         with Sender(samples.mixed(0), config=config) as sender:
             assert sender.step().complete
+
+
+@pytest.mark.parametrize("bind", ["tcp://{host}:*", "tcp://*:*", "ipc://{run}/control", "ipc://@{run}"])
+def test_forked_child_holds_neither_the_endpoint_nor_a_connection_beyond_its_parents_sender(
+    bind, make_config, joined, run_dir
+) -> None:
+    # Where no other process takes the port in the moment in which it is free.
+    config = make_config(bind=bind.format(host=f"127.{os.getpid() % 250 + 2}.7.9", run=run_dir))
+    first = Sender(samples.mixed(0), config=config)
+    endpoint = first._router._socket.getsockopt(zmq.LAST_ENDPOINT).decode()
+    config = make_config(bind=endpoint, connect=endpoint)
+    joined(config)
+    assert first.step().complete
+    other = connected(endpoint)
+    stays, ends = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(ends)
+        os.read(stays, 1)  # as a worker that is forked and never executes anything
+        os._exit(0)
+    try:
+        assert first.step().complete  # the parent's are untouched
+        first.close()
+        assert other.recv(1) == b"", "its connections end with it"
+        if bind == "ipc://{run}/control":
+            assert listeners(run_dir / "control") == 0
+        if bind != "tcp://*:*":
+            joined(config)  # the other's work ended with the goodbye
+            with Sender(samples.mixed(0), config=config) as second:
+                assert second.step().complete
+    finally:
+        other.close()
+        os.close(ends)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        os.close(stays)
 
 
 @pytest.mark.parametrize("keys", [False, True])
