@@ -18,8 +18,17 @@ from weightsync_agent.sender import Sender
 from weightsync_api.agent_config import AgentConfig
 
 SIZES = {"version": 1, "odd": 7, "large": 150_000, "larger": 200_003, "small": 1_000}
-END = "end"
-"""A file of this name in the runtime directory ends the sender, and its goodbye the receivers."""
+END, CALM = "end", "calm"
+"""A file of this name in the runtime directory ends the sender, and its goodbye the receivers; or says that nothing
+befalls anybody, so that whatever a step waits for comes, however slow the machine."""
+CALM_SECONDS = 100.0
+"""How long it may take until a step reaches all again: only a deadlock takes this long."""
+
+
+def patient(config: AgentConfig) -> AgentConfig:
+    """With deadlines that only a deadlock reaches."""
+    waits = ("join_timeout_seconds", "ack_timeout_seconds", "step_timeout_seconds")
+    return config.model_copy(update=dict.fromkeys(waits, CALM_SECONDS))
 
 
 def weights_of(version: int) -> dict[str, torch.Tensor]:
@@ -45,7 +54,7 @@ class Log:
 def run_sender(config_json: str, adopt: bool, first_version: int) -> None:
     torch.set_num_threads(1)
     config = AgentConfig.model_validate_json(config_json)
-    log, end = Log(config.runtime_dir, "sender"), Path(config.runtime_dir) / END
+    log, end, calm = Log(config.runtime_dir, "sender"), Path(config.runtime_dir) / END, Path(config.runtime_dir) / CALM
     version = first_version
     weights = weights_of(version)
     with Sender(weights, config=config, adopt=adopt) as sender:
@@ -53,6 +62,8 @@ def run_sender(config_json: str, adopt: bool, first_version: int) -> None:
             version += 1
             for name, tensor in weights_of(version).items():
                 weights[name].copy_(tensor)  # the moment that step() is over, whatever became of it
+            waits = patient(config) if (is_calm := calm.exists()) else config
+            sender.config = sender._carrier._config = waits
             began = time.monotonic()
             outcome = "whole"
             ranks: list[int] = []
@@ -61,12 +72,12 @@ def run_sender(config_json: str, adopt: bool, first_version: int) -> None:
             except (StepFailed, JoinTimeout) as error:
                 outcome = type(error).__name__
                 time.sleep(0.02)  # with nobody there it comes at once
-            log.say(outcome=outcome, seconds=time.monotonic() - began, ranks=ranks)
+            log.say(outcome=outcome, seconds=time.monotonic() - began, ranks=ranks, calm=is_calm)
 
 
 def run_receiver(config_json: str, rank: int) -> None:
     torch.set_num_threads(1)
-    config = AgentConfig.model_validate_json(config_json)
+    config = patient(AgentConfig.model_validate_json(config_json))
     log = Log(config.runtime_dir, f"receiver-{rank}")
     weights = weights_of(0)
     with Receiver(weights, config=config, rank=rank) as receiver:
