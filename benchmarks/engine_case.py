@@ -12,13 +12,8 @@ import contextlib
 import fcntl
 import json
 import os
-import socket
-import subprocess
-import sys
 import tempfile
 import time
-import traceback
-import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -26,8 +21,10 @@ from typing import Any
 
 import psutil
 import torch
-from weightsync_agent.manifest import Manifest, TensorEntry, arena_views
-from weightsync_agent.sources.shapes import MODELS, ModelConfig, shapes, tensors_of
+from driver_end import run_driver
+from engine_models import fill, manifest_of, write_checkpoint
+from engine_server import Server
+from weightsync_agent.manifest import arena_views
 from weightsync_api.agent_config import AgentConfig
 
 WARMUPS = 5
@@ -35,72 +32,6 @@ PROMPTS = 4
 TOKENS = 24
 BUFFER_BYTES = 1 << 30
 LAST_SEED = 3
-
-TINY = {
-    "tiny": ModelConfig(
-        architectures=("Qwen3ForCausalLM",), hidden_size=256, intermediate_size=512, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=500, tie_word_embeddings=True,
-    ),
-    "tiny-moe": ModelConfig(
-        architectures=("Qwen3MoeForCausalLM",), hidden_size=256, intermediate_size=512, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=512, num_experts=8,
-        moe_intermediate_size=128,
-    ),
-    "small": ModelConfig(
-        architectures=("Qwen3ForCausalLM",), hidden_size=512, intermediate_size=1536, num_hidden_layers=8,
-        num_attention_heads=8, num_key_value_heads=4, head_dim=64, vocab_size=32000,
-    ),
-}  # fmt: skip
-KNOWN = {**MODELS, **TINY}
-
-
-def manifest_of(model: str) -> Manifest:
-    named = shapes(model) if model in MODELS else tensors_of(KNOWN[model])
-    return Manifest(tensors=tuple(TensorEntry(name=name, dtype="bfloat16", shape=shape) for name, shape in named))
-
-
-def fill(tensors: dict[str, torch.Tensor], seed: int) -> None:
-    """Random weights, the same for the same seed on the same device."""
-    device = next(iter(tensors.values())).device
-    generator = torch.Generator(device=device).manual_seed(seed)
-    small = max(t.shape[-1] for t in tensors.values()) < 1024
-    for name, tensor in tensors.items():
-        tensor.normal_(generator=generator).mul_(0.15 if small else 0.02)
-        if name.endswith("norm.weight"):
-            tensor.add_(1)
-
-
-def write_checkpoint(model: str, directory: Path, weights: dict[str, torch.Tensor] | None) -> Path:
-    """A configuration and a tokenizer; with weights, a whole checkpoint."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
-
-    numbers = KNOWN[model]
-    given: dict[str, Any] = numbers.model_dump(exclude={"architectures", "mlp_bias", "mlp_only_layers"})
-    moe = numbers.architectures[0] == "Qwen3MoeForCausalLM"
-    if moe:
-        given.update(num_experts_per_tok=min(8, numbers.num_experts // 2), norm_topk_prob=True, mlp_only_layers=[])
-    else:
-        for name in ("num_experts", "moe_intermediate_size", "decoder_sparse_step"):
-            given.pop(name)
-    config = (Qwen3MoeConfig if moe else Qwen3Config)(
-        **given, max_position_embeddings=2048, rms_norm_eps=1e-6, bos_token_id=1, eos_token_id=2, pad_token_id=0
-    )
-    config.architectures = list(numbers.architectures)
-    config.dtype = "bfloat16"
-    directory.mkdir(parents=True, exist_ok=True)
-    config.save_pretrained(directory)
-    words = ["<pad>", "<bos>", "<eos>", "<unk>"] + [f"w{i}" for i in range(4, min(numbers.vocab_size, 1000))]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
-    ).save_pretrained(directory)
-    if weights is not None:
-        from safetensors.torch import save_file
-
-        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    return directory
 
 
 @contextlib.contextmanager
@@ -183,9 +114,9 @@ class Case:
 
     def http_ours(self) -> dict[str, Any]:
         directory = write_checkpoint(self.model, self.directory / self.model, None)
-        with Server(directory, "weightsync", self) as server, alone():
+        with Server(directory, "weightsync", self.engine_options()) as server, alone():
             found = self._ours(server.url)
-            found["greedy"] = server.greedy()
+            found["greedy"] = server.greedy(prompts(), TOKENS)
             return found
 
     def _ours(self, target: Any) -> dict[str, Any]:
@@ -256,7 +187,7 @@ class Case:
 
     def http_theirs(self) -> dict[str, Any]:
         directory = write_checkpoint(self.model, self.directory / self.model, None)
-        with Server(directory, "ipc", self) as server, alone():
+        with Server(directory, "ipc", self.engine_options()) as server, alone():
             from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient
 
             client = HTTPVLLMWeightSyncClient(server.url)
@@ -274,7 +205,7 @@ class Case:
                 server.post("/resume")
 
             found = self._theirs(step, lambda: 0)
-            found["greedy"] = server.greedy()
+            found["greedy"] = server.greedy(prompts(), TOKENS)
             return found
 
     def _theirs(self, step: Callable[[dict[str, torch.Tensor]], None], reserved: Callable[[], int]) -> dict[str, Any]:
@@ -376,63 +307,6 @@ def resident() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-class Server:
-    """vLLM's own HTTP server."""
-
-    def __init__(self, directory: Path, backend: str, case: Case) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        options = case.engine_options()
-        words = [
-            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(directory), "--host",
-            "127.0.0.1", "--port", str(port), "--served-model-name", "m", "--load-format", "dummy",
-            "--weight-transfer-config", json.dumps({"backend": backend}), "--enforce-eager", "--max-model-len", "512",
-            "--max-num-seqs", "8", "--max-num-batched-tokens", "1024",
-            "--gpu-memory-utilization", str(options["gpu_memory_utilization"]),
-            "--kv-cache-memory-bytes", str(options["kv_cache_memory_bytes"]),
-        ]  # fmt: skip
-        if case.cuda:
-            words += ["--attention-config", json.dumps(options["attention_config"])]
-        self._process = subprocess.Popen(words, stdout=sys.stderr, stderr=sys.stderr)
-
-    def __enter__(self) -> Server:
-        deadline = time.monotonic() + 240
-        while time.monotonic() < deadline:
-            if self._process.poll() is not None:
-                raise RuntimeError(f"the server ended with {self._process.returncode}")
-            try:
-                with urllib.request.urlopen(self.url + "/health", timeout=2) as answer:
-                    if answer.status == 200:
-                        return self
-            except OSError:
-                time.sleep(0.2)
-        raise RuntimeError("the server did not come up within 240 s")
-
-    def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-
-    def post(self, path: str, body: object | None = None) -> Any:
-        data = b"" if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            self.url + path, data=data, method="POST", headers={"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=240) as answer:
-            text = answer.read()
-        return json.loads(text) if text.strip() else None
-
-    def greedy(self) -> list[list[int]]:
-        asked = {"model": "m", "temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, "return_token_ids": True}
-        return [
-            list(self.post("/v1/completions", {**asked, "prompt": p})["choices"][0]["token_ids"]) for p in prompts()
-        ]
-
-
 def prompts() -> list[list[int]]:
     """They begin alike, so that the prefix cache has something to keep."""
     return [
@@ -465,20 +339,5 @@ def main(kind: str, model: str, steps: str, device: str, directory: str) -> None
     print("RESULT " + json.dumps(found), flush=True)
 
 
-def leave(code: int) -> None:
-    """A driver of an engine can hang at exit, and an engine outlives its driver: both are ended here."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
-    os._exit(code)
-
-
 if __name__ == "__main__":
-    try:
-        main(*sys.argv[1:])
-    except BaseException:
-        traceback.print_exc()
-        leave(1)
-    leave(0)
+    run_driver(main)

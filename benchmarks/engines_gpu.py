@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engine_models import manifest_of
 from weightsync_agent.bench.rows import rates, result, table
 from weightsync_api.bench_result import BenchResult, BenchRow
 from weightsync_api.quantity import format_bytes
@@ -78,6 +79,7 @@ class Runner:
         self._directory = directory
         paths = unpack(archive, directory) if archive else []
         paths += [entry_point(directory), str(HERE), *(str(ROOT / part) for part in ("agent", "crds", "operator"))]
+        paths.append(str(ROOT / "tests" / "engines"))
         if plain:
             paths.append(str(ROOT / "tests" / "engines" / "plain_cpu"))
         self._path = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
@@ -206,8 +208,6 @@ def main() -> None:
     theirs = options.device == "cuda"
     made: list[BenchRow] = []
     for model in options.model or MODELS:
-        from engine_case import manifest_of
-
         nbytes = manifest_of(model).nbytes
         copy = copy_seconds(nbytes, options.device)
         ours, own = ("ours", options.steps), ("theirs", options.their_steps if nbytes < LARGE else 3)

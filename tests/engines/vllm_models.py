@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import qwen3_checkpoint
 import torch
 
 COMMON: dict[str, Any] = {
@@ -91,25 +92,8 @@ def weights(kind: str, seed: int, dtype: torch.dtype = torch.float32) -> dict[st
 
 def write(directory: Path, kind: str, seed: int | None, dtype: torch.dtype = torch.float32) -> Path:
     """A checkpoint with its tokenizer; without a seed, its configuration alone."""
-    from safetensors.torch import save_file
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
-
-    moe = "num_experts" in KINDS[kind]
-    config = (Qwen3MoeConfig if moe else Qwen3Config)(**KINDS[kind])
-    config.architectures = ["Qwen3MoeForCausalLM" if moe else "Qwen3ForCausalLM"]
-    config.dtype = str(dtype).removeprefix("torch.")
-    directory.mkdir(parents=True, exist_ok=True)
-    config.save_pretrained(directory)
-    words = ["<pad>", "<bos>", "<eos>", "<unk>"] + [f"w{i}" for i in range(4, KINDS[kind]["vocab_size"])]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
-    ).save_pretrained(directory)
-    if seed is not None:
-        save_file(weights(kind, seed, dtype), directory / "model.safetensors", metadata={"format": "pt"})
-    return directory
+    given = None if seed is None else weights(kind, seed, dtype)
+    return qwen3_checkpoint.write(directory, KINDS[kind], str(dtype).removeprefix("torch."), given)
 
 
 def nbytes(kind: str, itemsize: int = 4) -> int:
