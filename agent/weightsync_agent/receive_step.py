@@ -29,6 +29,8 @@ class StepReceiver:
 
     def __init__(self, dealer: Dealer, standing: Standing, meter: MemoryMeter, errors: Counter[str]) -> None:
         self.in_step = False
+        self.broken = 0
+        """Steps that broke off."""
         self._dealer = dealer
         self._standing = standing
         self._meter = meter
@@ -85,6 +87,7 @@ class StepReceiver:
         return begin.step
 
     def _broken(self, step: int, cause: str) -> None:
+        self.broken += 1
         self._standing.memory = self._meter.after()
         self._standing.message = f"step {step} broke off: {cause}"
 

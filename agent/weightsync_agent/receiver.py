@@ -130,6 +130,11 @@ class Receiver:
         return self._standing.step
 
     @property
+    def broken(self) -> int:
+        """Steps that broke off so far."""
+        return self._steps.broken
+
+    @property
     def state(self) -> AgentReport:
         """Identity, state and memory, for reports; any thread."""
         return self._standing.report()
@@ -151,8 +156,8 @@ class Receiver:
     def poll(self, timeout: float = 0) -> int | None:
         """Takes in a step if one begins within `timeout` seconds; gives its number once it is whole, else None.
 
-        A step that broke off gives None too: the receiver is then tainted (`ready` is False, `state.message` says
-        why) until a later step is whole.
+        A step that broke off gives None too, at once: the receiver is then tainted (`ready` is False, `state.message`
+        says why) until a later step is whole.
 
         Raises:
             ManifestMismatch, Refused, SelfTestFailed: this receiver can't join; nothing was written.
@@ -164,13 +169,15 @@ class Receiver:
         return self._advance(deadline)
 
     def _advance(self, deadline: Deadline) -> int | None:
+        broken = self.broken
         while True:
             message = self._dealer.take(deadline.remaining)
             if message is not None and (step := self._handle(message)) is not None:
                 return step
             if self._membership.failure is not None:
                 raise self._membership.failure
-            if deadline.passed and message is None:
+            # A target may have to put something in order before the next one comes.
+            if self.broken != broken or (deadline.passed and message is None):
                 return None
 
     def wait(self, timeout: float | None = None) -> int | None:

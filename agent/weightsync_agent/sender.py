@@ -194,6 +194,11 @@ class Sender:
 
     # --- a step -------------------------------------------------------------------------------------------------
 
+    @property
+    def begun(self) -> int:
+        """The number of the last step that began, whole or not; 0: none yet."""
+        return self._step
+
     def step(self, *, absent: Absent = dict) -> StepReport:
         """Brings the weights as they are now to every receiver; in place at all of them when it returns.
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,12 @@ import vllm_models
 from judge import chosen, fresh_tokens, judge, read_on
 from vllm_common import LONG, PROMPTS, SHORT, agent_config
 from vllm_server import VllmServer
-from weightsync_agent.engines.vllm import StepOptions, VllmEngine
-from weightsync_agent.errors import StepFailed, TransportError, WeightSyncError
+from weightsync_agent.engines.vllm import HttpEngine, StepOptions, VllmEngine
+from weightsync_agent.engines.vllm_core import CoreStepRequest
+from weightsync_agent.engines.vllm_worker import STEP
+from weightsync_agent.errors import JoinTimeout, StepFailed, TransportError, WeightSyncError
 from weightsync_agent.sender import Sender
+from weightsync_agent.sources.computed import Computed
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -28,7 +32,10 @@ HERE = Path(__file__).parent
 class Trainer:
     """One sender and its server."""
 
-    def __init__(self, server: VllmServer, kind: str, **config: Any) -> None:
+    def __init__(
+        self, server: VllmServer, kind: str, at_the_end: Callable[[], object] | None = None, **config: Any
+    ) -> None:
+        """`at_the_end`: called within each step, when most of it is at the engine."""
         self.kind = kind
         self._folder = tempfile.TemporaryDirectory(prefix="ws-")
         self.folder = Path(self._folder.name)
@@ -37,7 +44,17 @@ class Trainer:
         self.weights = vllm_models.weights(kind, 0)
         if kind == "tied":
             self.weights["lm_head.weight"] = self.weights["model.embed_tokens.weight"]  # as a state_dict has it
-        self.sender = Sender(self.weights, config=self.config, adopt=self.config.transport == "IPC")
+        sent: dict[str, torch.Tensor | Computed] = dict(self.weights)
+        if at_the_end is not None:
+            last = self.weights["model.norm.weight"]
+
+            def read() -> torch.Tensor:
+                at_the_end()
+                return last
+
+            sent["model.norm.weight"] = Computed(last, read)
+        adopt = at_the_end is None and self.config.transport == "IPC"
+        self.sender = Sender(sent, config=self.config, adopt=adopt)
         self.engine = VllmEngine(server.url, config=self.config)
 
     def put(self, seed: int) -> None:
@@ -205,12 +222,67 @@ def test_waited_for_a_request_ends_with_the_old_weights(server: VllmServer) -> N
         trainer.assert_serves()
 
 
-def test_an_engine_that_was_paused_before_stays_so(server: VllmServer) -> None:
-    with Trainer(server, "tied") as trainer:
-        server.ask("/pause?mode=abort")
+def test_a_call_made_again_while_requests_end_waits_for_them_too(plain: VllmServer) -> None:
+    """As by a follower that was started anew. Whoever made the first call does not keep the engine paused."""
+    with Trainer(plain, "tied") as trainer, ThreadPoolExecutor(2) as pool:
         trainer.step(1)
-        assert server.paused()
-        server.ask("/resume")
+        request = CoreStepRequest(pause="wait", timeout=20).model_dump_json()
+        for seed in SEEDS:
+            old = trainer.judge()
+            trainer.put(seed)
+            before = pauses(plain)
+            calls: list[Future[list[Any]]] = []
+            with plain.stream(SHORT, ENDLESS) as running:
+                for _ in range(2):
+                    calls.append(pool.submit(HttpEngine(plain.url).collective_rpc, STEP, None, (request,)))
+                    await_pauses(plain, before + len(calls))
+                made = running.tokens
+            # Nobody reads the request any more, so it ends.
+            report = trainer.sender.step()
+            assert report.complete
+            assert all(chosen(old, SHORT, made))
+            assert calls[1].result(120)[0]["step"] == report.step
+            why = str(calls[0].exception(120))
+            if "no step began" not in why:  # it had not ended before the second call
+                break
+        assert "a later call takes the step" in why
+        assert not plain.paused()
+        trainer.assert_serves()
+
+
+def pauses(server: VllmServer) -> int:
+    """How often the engine has been told to let its requests end."""
+    return server.said().count("setting pause state to PAUSED_NEW")
+
+
+def await_pauses(server: VllmServer, count: int) -> None:
+    until = time.monotonic() + 120
+    while pauses(server) < count:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["running", "paused"])
+def test_an_engine_that_was_paused_before_stays_so_whatever_becomes_of_the_step(server: VllmServer, held: bool) -> None:
+    failing = False
+
+    def gather() -> None:
+        if failing:
+            raise RuntimeError("rank 3 is gone")
+
+    with Trainer(server, "tied", gather, bucket_bytes=16384) as trainer:
+        trainer.step(1)
+        if held:
+            server.ask("/pause?mode=abort")
+        for seed in (2, 4):
+            failing = True
+            with pytest.raises(StepFailed, match="rank 3 is gone"):
+                trainer.step(seed)
+            failing = False
+            trainer.step(seed + 1)  # at once: while the engine may still be at the one that broke off
+            assert server.paused() == held
+        if held:
+            server.ask("/resume")
         trainer.assert_serves()
 
 
@@ -293,12 +365,23 @@ def test_a_trainer_that_comes_back_is_joined_by_the_running_engine(server: VllmS
 
 
 def test_an_engine_killed_within_a_step_ends_it_and_not_the_trainer(tmp_path: Path) -> None:
-    with start("untied", tmp_path, plain=True) as server, Trainer(server, "untied") as trainer:
-        trainer.step(1)
-        trainer.assert_serves()
-        server.kill()
-        with pytest.raises((StepFailed, TransportError, WeightSyncError)):
-            trainer.engine.step(trainer.sender)
+    doomed = False
+
+    with start("untied", tmp_path, plain=True) as server:
+
+        def gather() -> None:
+            if doomed:
+                server.kill()
+
+        with Trainer(server, "untied", gather, bucket_bytes=16384) as trainer:
+            trainer.step(1)
+            trainer.assert_serves()
+            doomed = True
+            # By its connection's end, not by a deadline.
+            with pytest.raises(StepFailed, match=r"rank 1.*its connection is gone"):
+                trainer.engine.step(trainer.sender)
+            with pytest.raises(JoinTimeout):
+                trainer.engine.step(trainer.sender)
 
 
 @pytest.mark.parametrize("plain_weights", [True, False])

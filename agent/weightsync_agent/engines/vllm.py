@@ -82,9 +82,10 @@ class HttpEngine:
         self._connection: http.client.HTTPConnection | None = None
         self._lock = threading.Lock()
 
-    def post(self, path: str, body: object | None = None, timeout: float | None = None) -> Any:
+    def post(self, path: str, body: object | None = None, timeout: float | None = None, *, once: bool = False) -> Any:
         """Raises TransportError with what the server said."""
-        status, text = self._exchange("POST", path, b"" if body is None else json.dumps(body).encode(), timeout)
+        data = b"" if body is None else json.dumps(body).encode()
+        status, text = self._exchange("POST", path, data, timeout, once=once)
         if status == 404:
             raise ConfigError(f"{self.url} has no {path}: start it with VLLM_SERVER_DEV_MODE=1")
         if status >= 400:
@@ -95,9 +96,12 @@ class HttpEngine:
         """The answer's HTTP status. Raises TransportError where there is no answer."""
         return self._exchange("GET", path, b"", timeout)[0]
 
-    def _exchange(self, method: str, path: str, data: bytes, timeout: float | None) -> tuple[int, bytes]:
+    def _exchange(
+        self, method: str, path: str, data: bytes, timeout: float | None, *, once: bool = False
+    ) -> tuple[int, bytes]:
+        """`once`: over a connection of its own, and never again: it may have been taken when the connection broke."""
         with self._lock:
-            for fresh in (False, True):
+            for fresh in (True,) if once else (False, True):
                 connection = self._open(timeout or self._timeout, fresh)
                 try:
                     connection.request(method, self._prefix + path, data, {"Content-Type": "application/json"})
@@ -133,7 +137,8 @@ class HttpEngine:
 
     def collective_rpc(self, method: str, timeout: float | None, args: tuple[Any, ...]) -> list[Any]:
         body = {"method": method, "args": list(args)}
-        answer = self.post("/collective_rpc", body, timeout)
+        # A step that a worker waits for twice keeps the engine paused for the second.
+        answer = self.post("/collective_rpc", body, timeout, once=method == STEP)
         results = answer.get("results") if isinstance(answer, dict) else None
         if not isinstance(results, list):
             raise TransportError(f"{self.url}/collective_rpc answered {str(answer)[:300]!r}")
@@ -175,6 +180,7 @@ class VllmEngine:
         self.options = options
         self._join = JoinRequest(config=config, first_rank=first_rank, layerwise=layerwise, doorbell=doorbell)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weightsync-vllm")
+        self._taken: Future[list[WorkerReport]] | None = None
         self._joined = False
         self._core = True
         self.ranks: tuple[int, ...] = ()
@@ -206,14 +212,31 @@ class VllmEngine:
         """
         return step_all(sender, [self])
 
-    def begin(self, config: AgentConfig | None = None) -> Future[list[WorkerReport]]:
+    def begin(self, config: AgentConfig | None = None, after: int | None = None) -> Future[list[WorkerReport]]:
         """Asks the engine to take the next step; its result is there once the engine goes on. For `step_all`.
 
-        `config`: the sender's, for options that were not given.
+        `config`: the sender's, for options that were not given. `after`: the number of the last step that it began.
+        A call that still waits, as its step failed at the sender, may take a later one itself: this gives its result.
         """
         if not self._joined:
             self.join()
-        return self._pool.submit(self._take, self._options(config))
+        earlier = None if self._taken is None or self._taken.done() else self._taken
+        self._taken = self._pool.submit(self._take_after, earlier, after, *self._options(config))
+        return self._taken
+
+    def _take_after(
+        self,
+        earlier: Future[list[WorkerReport]] | None,
+        after: int | None,
+        options: StepOptions,
+        seconds: float | None,
+    ) -> list[WorkerReport]:
+        # This thread made the earlier call too, so that one is over.
+        if earlier is not None and after is not None and earlier.exception() is None:
+            reports = earlier.result()
+            if _beyond(reports, after):
+                return reports
+        return self._take(options, seconds)
 
     def look(self) -> list[LookReport]:
         """Whether a step has begun, and what else each worker says; goes on with joining. Raises TransportError."""
@@ -221,27 +244,31 @@ class VllmEngine:
 
     def take(self) -> list[WorkerReport]:
         """Takes the next step, in this thread: for whoever does not drive the sender. Raises TransportError."""
-        self.reports = self._take(self._options(None))
+        self.reports = self._take(*self._options(None))
         return self.reports
 
-    def _options(self, config: AgentConfig | None) -> StepOptions:
+    def _options(self, config: AgentConfig | None) -> tuple[StepOptions, float | None]:
+        """And how many seconds a server may take to answer, which is never less than the step may."""
         config = config or self._join.config
-        return self.options or (StepOptions.of(config) if config else StepOptions())
+        options = self.options or (StepOptions.of(config) if config else StepOptions())
+        if config is None or not isinstance(self._engine, HttpEngine):
+            return options, None
+        return options, options.timeout + config.step_timeout_seconds + ANSWER_SECONDS
 
-    def _take(self, options: StepOptions) -> list[WorkerReport]:
+    def _take(self, options: StepOptions, seconds: float | None) -> list[WorkerReport]:
         if self._core:
             request = CoreStepRequest(
                 timeout=options.timeout, pause=options.pause, reset_prefix_cache=options.reset_prefix_cache
             )
-            return self._call(STEP, request.model_dump_json(), None)
-        return self._take_alone(options)
+            return self._call(STEP, request.model_dump_json(), seconds)
+        return self._take_alone(options, seconds)
 
-    def _take_alone(self, options: StepOptions) -> list[WorkerReport]:
+    def _take_alone(self, options: StepOptions, seconds: float | None) -> list[WorkerReport]:
         """Where the engine core was not taught: by calls of vLLM's own."""
         http_engine = self._engine if isinstance(self._engine, HttpEngine) else None
         if http_engine is not None and options.pause != "none":
             http_engine.pause(options.pause)
-        reports = self._call(STEP, StepRequest(timeout=options.timeout).model_dump_json(), None)
+        reports = self._call(STEP, StepRequest(timeout=options.timeout).model_dump_json(), seconds)
         # Not after a failure: generating from mixed weights, or from layers that are not there, is worse than waiting.
         if options.reset_prefix_cache:
             self._engine.reset_prefix_cache()
@@ -275,7 +302,7 @@ class VllmEngine:
 
 def step_all(sender: Sender, engines: Sequence[VllmEngine]) -> StepReport:
     """One step for several engines at once. Raises what the sender raises, else the first engine's TransportError."""
-    taken = [engine.begin(sender.config) for engine in engines]
+    taken = [engine.begin(sender.config, sender.begun) for engine in engines]
 
     def absent() -> dict[int, str]:
         return {rank: why for engine, call in zip(engines, taken, strict=True) if (why := _failure(call))
@@ -309,6 +336,7 @@ class AsyncVllmEngine:
         self._engine = engine
         self.options = options
         self._join = JoinRequest(config=config, first_rank=first_rank, layerwise=layerwise)
+        self._taken: asyncio.Future[list[WorkerReport]] | None = None
         self._joined = False
         self._ranks: tuple[int, ...] = ()
 
@@ -328,7 +356,8 @@ class AsyncVllmEngine:
         request = CoreStepRequest(
             timeout=options.timeout, pause=options.pause, reset_prefix_cache=options.reset_prefix_cache
         )
-        taken = asyncio.ensure_future(self._call(STEP, request.model_dump_json()))
+        earlier = None if self._taken is None or self._taken.done() else self._taken
+        taken = self._taken = asyncio.ensure_future(self._take_after(earlier, sender.begun, request))
 
         def absent() -> dict[int, str]:
             return dict.fromkeys(self._ranks, why) if (why := _failure(taken)) else {}
@@ -342,6 +371,16 @@ class AsyncVllmEngine:
             raise
         await taken
         return report
+
+    async def _take_after(
+        self, earlier: asyncio.Future[list[WorkerReport]] | None, after: int, request: CoreStepRequest
+    ) -> list[WorkerReport]:
+        """As VllmEngine's."""
+        if earlier is not None:
+            await asyncio.wait([earlier])
+            if not earlier.cancelled() and earlier.exception() is None and _beyond(earlier.result(), after):
+                return earlier.result()
+        return await self._call(STEP, request.model_dump_json())
 
     async def state(self) -> list[WorkerReport]:
         return await self._call(STATE, "{}")
@@ -357,6 +396,11 @@ class AsyncVllmEngine:
         except Exception as error:
             raise TransportError(f"the engine answered {method} with: {_cause(error)}") from error
         return [WorkerReport.model_validate(report) for report in found]
+
+
+def _beyond(reports: Sequence[WorkerReport], step: int) -> bool:
+    """Whether all workers hold a later step."""
+    return min((report.step for report in reports), default=0) > step
 
 
 def _failure(call: Future[Any] | asyncio.Future[Any]) -> str:

@@ -81,14 +81,16 @@ class CoreStep:
             first = error.errors(include_url=False, include_input=False)[0]
             raise ConfigError(f"{STEP}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
         core = self._core
-        # Paused by somebody else: stays paused afterwards. By a broken-off step: resumed by a whole one.
-        held = core.is_scheduler_paused() and not getattr(core, "_weightsync_blocked", False)
+        # Paused by somebody else: stays paused afterwards. By a step that waits or broke off: resumed by a whole one.
+        held = core.is_scheduler_paused() and not getattr(core, "_weightsync_paused", False)
+        core._weightsync_call = self
         if request.pause == "none":
             return self._update(request, held)
         if held:
             if request.reset_prefix_cache:
                 core._reset_caches() if hasattr(core, "_reset_caches") else core.reset_prefix_cache(True)
             return self._update(request, held)
+        core._weightsync_paused = True
         waiting = core.pause_scheduler(mode=request.pause, clear_cache=request.reset_prefix_cache)
         if waiting is None:
             return self._update(request, held)
@@ -97,6 +99,9 @@ class CoreStep:
         def drained(future: Future[Any]) -> None:
             try:
                 future.result()
+                if core._weightsync_call is not self:
+                    # Whoever made this call gave it up while requests ended, and asked again.
+                    raise ConfigError("a later call takes the step that this one was for")
                 done.set_result(self._update(request, held))
             except Exception as error:
                 done.set_exception(error)
@@ -112,11 +117,10 @@ class CoreStep:
         except Exception as error:
             self._after_failure(held, error)
             raise
-        core._weightsync_blocked = False
         steps = {report["step"] for report in reports}
         vllm.set_label(core, request.label or str(max(steps, default=0)))
         if not held:
-            core.resume_scheduler()
+            self._resume()
         return [{**report, "core": True} for report in reports]
 
     def _after_failure(self, held: bool, error: Exception) -> None:
@@ -129,8 +133,12 @@ class CoreStep:
         except Exception:
             mixed = True
         if mixed:
-            core._weightsync_blocked = True
+            core._weightsync_paused = not held
             core.pause_scheduler(mode="keep", clear_cache=False)
             log.error("generation is paused until a whole step: the weights of this engine are mixed (%s)", error)
         elif not held:
-            core.resume_scheduler()
+            self._resume()
+
+    def _resume(self) -> None:
+        self._core._weightsync_paused = False
+        self._core.resume_scheduler()

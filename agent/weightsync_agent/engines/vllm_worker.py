@@ -31,6 +31,9 @@ from .vllm_target import VllmTarget
 
 log = logging.getLogger("weightsync.vllm")
 
+AGAIN_SECONDS = 1.0
+"""A step within which tensors were found moved comes again that soon, under the next number."""
+
 
 class JoinRequest(BaseModel):
     """How an engine's workers find their sender. Travels as JSON, so it holds no secret: keys stay in files."""
@@ -171,15 +174,18 @@ class WorkerSync:
         receiver, target = self._joined()
         began = time.perf_counter()
         deadline = Deadline(request.timeout)
-        step = None
+        step, broken = None, receiver.broken
         try:
             while step is None:
+                before = receiver.broken
                 try:
-                    step = receiver.wait(min(deadline.remaining, 1.0))
+                    step = receiver.poll(AGAIN_SECONDS if before != broken else min(deadline.remaining, 1.0))
                 except Closed as goodbye:
                     log.info("rank %d: %s; it waits for the next sender", receiver.identity.rank, goodbye)
-                # One that broke off may be followed at once by a whole one: that is for the next call.
-                if step is None and (receiver.state.state == "Tainted" or deadline.passed):
+                if receiver.broken != before:
+                    # Now, as it may come again at once: what the loaders hold of it is not to be of the next one too.
+                    target.abandon()
+                elif step is None and (before != broken or deadline.passed):
                     break
         finally:
             if step is None:
@@ -197,7 +203,7 @@ class WorkerSync:
 
     def _joined(self) -> tuple[Receiver, VllmTarget]:
         if self._receiver is None or self._target is None:
-            self.join(JoinRequest())
+            self.join(self._request or JoinRequest())  # it left, as where a proof failed
         assert self._receiver is not None
         assert self._target is not None
         return self._receiver, self._target
