@@ -14,6 +14,8 @@ MAX_LINE_BYTES = 8192
 TAIL_LINES = 20
 
 _ENDS = re.compile(rb"\r\n|\n|\r")
+_ERROR = re.compile(r"(\[rank\d+\]: )?[\w.]*(Error|Exception|Timeout|Failed|Mismatch|Closed|Refused): \S")
+"""The last line of a traceback; with the rank that torch writes before."""
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -29,6 +31,7 @@ class AgentLog:
         self.path = path
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         """The last lines of the process that ran last."""
+        self._error = ""
         self._on_line = on_line
         self._file: BinaryIO = path.open("ab")
         self._size = self._file.tell()
@@ -37,7 +40,15 @@ class AgentLog:
     def begin(self) -> None:
         """A new process begins: its lines alone are in `tail`."""
         self.tail.clear()
+        self._error = ""
         self._partial.clear()
+
+    @property
+    def cause(self) -> str:
+        """Why the process ended, as far as it said: its last line; after a launcher's ruled summary (torchrun) the last
+        error of a process that it started."""
+        last = next(reversed(self.tail), "")
+        return last if re.search(r"\w", last) else self._error or last
 
     def feed(self, stream: int, data: bytes) -> None:
         """Takes what was read from a stream, in pieces of any size."""
@@ -62,6 +73,8 @@ class AgentLog:
         text = _CONTROL.sub("", line[:MAX_LINE_BYTES].decode(errors="replace")).rstrip()
         if text:
             self.tail.append(text)
+            if _ERROR.match(text):
+                self._error = text
             self._on_line(stream, text)
 
     def _write(self, data: bytes) -> None:

@@ -24,7 +24,6 @@ MAX_BACKOFF = 30.0
 """Seconds before a crashed process is started again: doubled each time, as a kubelet does (it begins at 10 s)."""
 HEALTHY_SECONDS = 60.0
 """A process that ran this long starts its backoff anew."""
-CRASH_WINDOW = 60.0
 PIPE_SECONDS = 1.0
 """How long output is still read after a process ended: a child of it may hold the pipe open."""
 
@@ -71,7 +70,6 @@ class AgentProcess:
         """When it crashed, on the monotonic clock, since it last was healthy for a while."""
         self.pause = 0.0
         """Seconds from its last crash to its next start."""
-        self.start_error = ""
         self._node = node
         self._on_exit = on_exit
         self._process: asyncio.subprocess.Process | None = None
@@ -143,8 +141,8 @@ class AgentProcess:
         reason = message = ""
         if not self.running and self.exit is not None:
             reason = "Completed" if self.exit.code == 0 else "Crashed"
-            last = next(reversed(self.log.tail), "")
-            message = self.exit.text + (f": {last}" if last and self.exit.code else "")
+            cause = self.log.cause
+            message = self.exit.text + (f": {cause}" if cause and self.exit.code else "")
         return ObservedAgent(
             rank=self.agent.rank,
             pod=self.agent.pod,

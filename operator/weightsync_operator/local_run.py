@@ -28,8 +28,8 @@ from .text import age, rate
 
 EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_TIMEOUT, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 1, 2, 124, 130, 143
 
-SENDER_CRASHES = 3
-"""Crashes of the sender within a minute, or in a row without a step, that end the run."""
+SENDER_CRASHES, SENDER_CRASHES_SECONDS = 3, 60.0
+"""Crashes of the sender within so many seconds, or in a row without a step, that end the run."""
 RECEIVER_CRASHES = 5
 """Crashes in a row of a receiver that never held a step that end the run: the same will happen again."""
 FINISH_SECONDS = 30.0
@@ -164,7 +164,7 @@ class LocalRun:
             report = self._reconciler.latest(self.key)
             finished = report is not None and report.finished
             in_a_row = len(sender.crashes) if not self._counted else 0
-            if finished or max(sender.crashes_within(60), in_a_row) >= SENDER_CRASHES:
+            if finished or max(sender.crashes_within(SENDER_CRASHES_SECONDS), in_a_row) >= SENDER_CRASHES:
                 times = "" if finished else f", {len(sender.crashes)} times now"
                 return Outcome(EXIT_FAILED, f"{self.key}: the sender failed: {sender.exit.text}{times}", sender)
         for receiver in self.platform.receivers:
@@ -229,7 +229,9 @@ class LocalRun:
         if outcome.message:
             self._screen.notice(outcome.message)
         if outcome.process is not None:
-            for text in list(outcome.process.log.tail)[-QUOTED_LINES:]:
+            log = outcome.process.log
+            quoted = list(log.tail)[-QUOTED_LINES:]
+            for text in ([] if log.cause in quoted else [log.cause]) + quoted:
                 self._screen.line(self._prefix + outcome.process.name, text)
         if outcome.code == EXIT_FAILED and self._state.logs.is_dir():
             self._screen.notice(f"logs: {self._state.logs}")
@@ -260,8 +262,7 @@ class LocalRun:
 
     def _crashed(self, process: AgentProcess) -> None:
         if self._stop.outcome is None and process.exit is not None and not self._is_bad_input(process):
-            last = next(reversed(process.log.tail), "")
-            why = f"{process.exit.text}{f': {last}' if last else ''}"
+            why = f"{process.exit.text}{f': {process.log.cause}' if process.log.cause else ''}"
             again = f"it starts again in {process.pause:.0f} s"
             self._screen.notice(f"{self._prefix}{process.name}: {why}; {again}")
 

@@ -229,6 +229,22 @@ def test_lines_come_whole_whatever_the_pieces_and_cannot_steer_the_terminal(tmp_
     log.close()
 
 
+def test_why_a_process_ended_is_its_last_line_and_after_a_launcher_s_summary_the_error_of_what_it_launched(
+    tmp_path: Path,
+) -> None:
+    log = AgentLog(tmp_path / "a.log", lambda stream, text: None)
+    assert log.cause == ""
+    log.feed(2, b"[rank1]:     return run()\n[rank1]: some.errors.ConfigError: names: a, b all become 'c'\n")
+    log.feed(2, b"torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n=====\nrun.py FAILED\n=====\n")
+    assert log.cause == "[rank1]: some.errors.ConfigError: names: a, b all become 'c'"
+    log.feed(2, b"ended\n")
+    assert log.cause == "ended"
+    log.begin()
+    log.feed(2, b"-----\n")
+    assert log.cause == "-----"
+    log.close()
+
+
 def test_a_log_is_bounded_and_so_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_log, "MAX_LOG_BYTES", 10_000)
     longest = 0
