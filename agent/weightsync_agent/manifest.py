@@ -242,12 +242,15 @@ def layout(manifest: Manifest, bucket_bytes: int, skip: frozenset[int] = frozens
 
 MAX_LISTED = 20
 _CAUSE = "likely cause"
+_FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
+"""What a sender converts."""
 
 
 def differences(sent: Manifest, expected: Manifest) -> list[str]:
     """Every way in which what is sent does not fit what the receiver has, a sentence each; empty: it fits.
 
-    The last sentence gives the likely cause where one can be told (a prefix that differs, a tied head that is missing).
+    The last sentence gives the likely cause where one can be told (a prefix that differs, a tied head that is missing,
+    float32 masters of a bfloat16 engine).
     """
     have = {entry.name: entry for entry in expected.tensors}
     sent_names = {entry.name for entry in sent.tensors}
@@ -270,7 +273,7 @@ def differences(sent: Manifest, expected: Manifest) -> list[str]:
     lost = [e.name for e in missing if e.name not in covered]
     found += [f"{name}: sent, but the receiver has no such tensor" for name in unexpected]
     found += [f"{name}: the receiver has it, but it is not sent" for name in lost]
-    cause = _likely_cause(unexpected, lost)
+    cause = _likely_cause(unexpected, lost) or _masters(sent, have, len(found))
     return found + ([cause] if found and cause else [])
 
 
@@ -288,6 +291,20 @@ def _likely_cause(unexpected: list[str], lost: list[str]) -> str:
     if heads and len(heads) == len(lost) and not unexpected:
         return f"{_CAUSE}: {heads[0]} is tied at the sender and not at the receiver: send it too"
     return ""
+
+
+def _masters(sent: Manifest, have: Mapping[str, TensorEntry], count: int) -> str:
+    """Where all `count` differences are gone once the sender converts what it sends."""
+    pairs = [(entry, have[entry.name]) for entry in sent.tensors if entry.name in have]
+    wanted = {mine.dtype for _, mine in pairs if mine.dtype in _FLOATS}
+    convertible = [a for a, b in pairs if a.shape == b.shape and a.dtype != b.dtype and {a.dtype, b.dtype} <= _FLOATS]
+    if len(wanted) != 1 or len(convertible) != count:
+        return ""
+    dtype = wanted.pop()
+    return (
+        f"{_CAUSE}: the trainer's weights are kept in another dtype than the engine's: Sender(dtype=torch.{dtype}), or "
+        f"WeightSyncCallback(dtype=torch.{dtype}), sends them as {dtype}"
+    )
 
 
 def summarize(found: list[str]) -> str:

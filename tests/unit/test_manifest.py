@@ -266,6 +266,17 @@ def test_a_prefix_on_either_side_is_told(prefix: str) -> None:
     assert differences(plain, longer)[-1] == f"likely cause: the receiver's names have the prefix {prefix!r}"
 
 
+def test_masters_in_another_dtype_are_told_where_converting_them_is_enough() -> None:
+    mine = entries(("a", "bfloat16", (2,)), ("b", "bfloat16", (3,)), ("count", "int64", ()))
+    masters = entries(("a", "float32", (2,)), ("b", "float32", (3,)), ("count", "int64", ()))
+    assert "Sender(dtype=torch.bfloat16)" in differences(masters, mine)[-1]
+    assert "Sender(dtype=torch.float32)" in differences(mine, masters)[-1]
+    other = entries(("a", "float32", (2,)), ("b", "float32", (4,)), ("count", "int64", ()))
+    assert differences(other, mine)[-1].startswith("b: the sender's shape")
+    mixed = entries(("a", "bfloat16", (2,)), ("b", "float16", (3,)), ("count", "int64", ()))
+    assert differences(masters, mixed)[-1].startswith("b: the sender's dtype")
+
+
 def test_a_tied_head_that_is_not_sent_is_told() -> None:
     found = differences(named("embed.weight"), named("embed.weight", "lm_head.weight"))
     assert found[-1] == "likely cause: lm_head.weight is tied at the sender and not at the receiver: send it too"
