@@ -4,7 +4,6 @@ connection. No thread: who calls `take` drives it.
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -15,9 +14,6 @@ from zmq.utils.monitor import recv_monitor_message
 
 from . import protocol, wire
 from .errors import Closed
-
-LOOKS = (os.cpu_count() or 1) >= 4
-"""Whether a core can be spared for the first moments of a wait."""
 
 HELLO_SECONDS = 0.01
 """How soon a Hello that did not go out is tried again."""
@@ -66,12 +62,12 @@ class Dealer:
     @property
     def pending(self) -> bool:
         """A message is there to be taken."""
-        return bool(self._put_back) or (not self.closed and _readable(self._socket))
+        return bool(self._put_back) or (not self.closed and wire.readable(self._socket))
 
     @property
     def event_pending(self) -> bool:
         """A connection began or ended, which the next `take` sees to."""
-        return _readable(self._monitor)
+        return wire.readable(self._monitor)
 
     @property
     def descriptors(self) -> tuple[int, int]:
@@ -110,7 +106,7 @@ class Dealer:
 
     def look_for(self, seconds: float) -> None:
         """For so long from now, `take` looks for what the sender laid instead of sleeping, where a core is spare."""
-        self._look_until = time.perf_counter() + (seconds if LOOKS else 0)
+        self._look_until = time.perf_counter() + (seconds if wire.SPARE_CORE else 0)
 
     def put_back(self, message: protocol.FromSender, *, first: bool = False) -> None:
         """A message that was taken is taken again: before all others, or (`first` False) after those put back."""
@@ -134,7 +130,7 @@ class Dealer:
             timeout = min(timeout, HELLO_SECONDS) if self.owes_hello else timeout
             if timeout > 0:
                 self._poller.poll(max(1, round(timeout * 1000)))
-            if _readable(self._monitor):
+            if wire.readable(self._monitor):
                 self._connection(recv_monitor_message(self._monitor, zmq.NOBLOCK))
             frame = self._receive()
         if frame is None:
@@ -150,15 +146,15 @@ class Dealer:
         while self.find is not None and time.perf_counter() < self._look_until:
             if (frame := self.find()) is not None:
                 return frame
-            if _readable(self._socket):
+            if wire.readable(self._socket):
                 return self._receive()
-            if _readable(self._monitor):
+            if wire.readable(self._monitor):
                 return None
             time.sleep(0)  # the engine's other threads go first
         return None
 
     def _receive(self) -> bytes | None:
-        if not _readable(self._socket):
+        if not wire.readable(self._socket):
             return None
         frames = self._socket.recv_multipart(zmq.NOBLOCK)
         return frames[0] if len(frames) == 1 else b""
@@ -179,9 +175,3 @@ class Dealer:
         self._monitor.close(linger=0)
         self._socket.close()
         self._context.term()
-
-
-def _readable(socket: zmq.Socket[bytes]) -> bool:
-    """By the socket's own word: an empty receive raises, which takes ten times as long."""
-    events = socket.get(zmq.EVENTS)
-    return isinstance(events, int) and bool(events & zmq.POLLIN)

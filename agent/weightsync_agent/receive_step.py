@@ -10,13 +10,14 @@ from collections import Counter
 from weightsync_api.reports import AgentState, MemorySample
 
 from . import protocol
-from .dealer import LOOKS, Dealer
+from .dealer import Dealer
 from .digest import first_differences
 from .errors import Closed, TransportError, VerifyFailed
 from .memory import MemoryMeter
 from .receive_channel import ReceiverStepChannel
 from .standing import Standing
 from .transport.base import ReceiverTransport
+from .wire import SPARE_CORE
 
 log = logging.getLogger("weightsync.receiver")
 
@@ -109,7 +110,7 @@ def _kind(error: Exception) -> str:
 
 def _seen(transport: ReceiverTransport) -> bool:
     """Whether the sender was looking where the Ack was laid."""
-    until = time.perf_counter() + SEEN_SECONDS if LOOKS else 0.0
+    until = time.perf_counter() + SEEN_SECONDS if SPARE_CORE else 0.0
     while time.perf_counter() < until:
         if transport.taken():
             return True

@@ -33,8 +33,7 @@ SERVICE_SECONDS = 0.05
 wake the service thread at every ACK, in the middle of the step's own thread."""
 
 SPIN_SECONDS = 0.1
-SPINS = (os.cpu_count() or 1) >= 4
-"""Whether a core can be spared for waiting: the trainer's thread does nothing else within a step."""
+"""The trainer's thread does nothing else within a step."""
 
 READ_SECONDS = 1.0
 """Longest wait of who only reads for the service thread, whose turns take microseconds where no receiver joins."""
@@ -136,20 +135,20 @@ class Router:
 
     def poll(self, timeout: float) -> None:
         """Waits up to `timeout` seconds for a message and takes in all that are there."""
-        if timeout > 0 and self._channel is not None and SPINS:
+        if timeout > 0 and self._channel is not None and wire.SPARE_CORE:
             # Waking a thread that sleeps takes longer than all else that a step costs beyond its copies.
             spin_until = time.perf_counter() + min(timeout, SPIN_SECONDS)
-            while not self._readable() and time.perf_counter() < spin_until:
+            while not wire.readable(self._socket) and time.perf_counter() < spin_until:
                 if self._found(self._channel):
                     return
                 time.sleep(0)  # the trainer's other threads go first
-        if timeout <= 0 or self._readable() or self._socket.poll(max(1, round(timeout * 1000))):
+        if timeout <= 0 or wire.readable(self._socket) or self._socket.poll(max(1, round(timeout * 1000))):
             self.take_all()
 
     def take_all(self) -> None:
         """Takes in what is there, without waiting."""
         for _ in range(MAX_TAKEN):
-            if not self._readable():
+            if not wire.readable(self._socket):
                 return
             self._take(self._socket.recv_multipart(zmq.NOBLOCK))
 
@@ -163,11 +162,6 @@ class Router:
                         self._transport.took(rank)
                         any_found = True
         return any_found
-
-    def _readable(self) -> bool:
-        """By the socket's own word: an empty receive raises, which takes ten times as long."""
-        events = self._socket.get(zmq.EVENTS)
-        return isinstance(events, int) and bool(events & zmq.POLLIN)
 
     def _take(self, frames: list[bytes]) -> None:
         address = frames[0]

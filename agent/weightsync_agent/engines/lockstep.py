@@ -20,7 +20,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ..deadline import Deadline
 from ..errors import ConfigError, JoinTimeout, StepTimeout, TransportError
-from ..wire import HANDSHAKE_MILLISECONDS
+from ..wire import HANDSHAKE_MILLISECONDS, readable
 from .object_wire import MAX_MESSAGE_BYTES
 
 MAX_PATH_BYTES = 107
@@ -161,7 +161,7 @@ class Lockstep:
             time.sleep(min(seconds, max(0.0, self._open_again - time.monotonic())))
             self._connect_again()
         ready = dict(self._poller.poll(round(seconds * 1000) + 1))
-        while self._monitor in ready and _readable(self._monitor):
+        while self._monitor in ready and readable(self._monitor):
             self._event(recv_monitor_message(self._monitor, zmq.NOBLOCK))
 
     def _event(self, event: Mapping[str, object]) -> None:
@@ -207,11 +207,6 @@ class Lockstep:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close()
-
-
-def _readable(socket: zmq.Socket[bytes]) -> bool:
-    events = socket.get(zmq.EVENTS)
-    return isinstance(events, int) and bool(events & zmq.POLLIN)
 
 
 def _path(address: str) -> Path | None:
