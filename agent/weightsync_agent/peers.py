@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from weightsync_api.reports import AgentState, ReceiverStep
+from weightsync_api.v1alpha1.status import MAX_MESSAGE
 
 from .standing import Standing
 
@@ -39,4 +40,4 @@ class Peer(Standing):
 
     def receiver_step(self) -> ReceiverStep:
         """Its part of the step that just ended, for a receiver that did not acknowledge."""
-        return ReceiverStep(rank=self.rank, state=self.state, memory=self.memory, error=self.message[:4096])
+        return ReceiverStep(rank=self.rank, state=self.state, memory=self.memory, error=self.message[:MAX_MESSAGE])

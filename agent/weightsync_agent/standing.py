@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from weightsync_api.reports import AgentReport, AgentState, MemorySample
+from weightsync_api.v1alpha1.status import MAX_MESSAGE
 
 from .protocol import Identity
 
@@ -32,7 +33,7 @@ class Standing:
             pid=self.identity.pid,
             gpu=self.identity.gpu,
             state=self.state,
-            message=self.message[:4096],
+            message=self.message[:MAX_MESSAGE],
             step=self.step,
             ack_microseconds=self.ack_microseconds,
             join_microseconds=self.join_microseconds,

@@ -61,7 +61,8 @@ class AgentConfig(ApiModel):
     connect: str = Field(description="ZeroMQ endpoint that receivers connect.")
     runtime_dir: str = Field(description="Directory for Unix sockets, shared by the processes of one pod.")
     curve_dir: str = Field(
-        default="", description="Directory with the CURVE keys (see curve.py); empty: none (ipc://)."
+        default="",
+        description="Directory with the CURVE keys, as the files sender.key and receiver.key; empty: none (ipc://).",
     )
     interface: str = Field(default="", description="Network interface for NCCL and gloo; empty: theirs.")
     http: str = Field(

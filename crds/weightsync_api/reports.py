@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import AwareDatetime, Field
 
 from .base import StatusModel
+from .v1alpha1.spec import MAX_RECEIVERS
+from .v1alpha1.status import MAX_MESSAGE
 
 MAX_STEPS = 64
 """Steps that a sender keeps, and a report has at most."""
-MAX_AGENTS = 1025
+MAX_AGENTS = MAX_RECEIVERS + 1
 
 if TYPE_CHECKING:
     Int64 = int
@@ -70,7 +72,7 @@ class ReceiverStep(StatusModel):
     load_microseconds: Int64 = Field(default=0, description="Its time from Begin to loaded, synchronised, released.")
     memory: MemorySample = Field(default_factory=MemorySample, description="Its memory around the step.")
     verified: bool = Field(default=False, description="Its digests were compared and equal.")
-    error: str = Field(default="", description="Why it failed: step, bucket and cause.", max_length=4096)
+    error: str = Field(default="", description="Why it failed: step, bucket and cause.", max_length=MAX_MESSAGE)
 
 
 class StepReport(StatusModel):
@@ -100,7 +102,7 @@ class AgentReport(StatusModel):
     pid: Int64 = Field(default=0, description="Process id in its own namespace.")
     gpu: str = Field(default="", description="UUID of its GPU; empty on CPU.")
     state: AgentState = Field(default=AgentState.STARTING, description="Its state.")
-    message: str = Field(default="", description="Why, where the state needs a reason.", max_length=4096)
+    message: str = Field(default="", description="Why, where the state needs a reason.", max_length=MAX_MESSAGE)
     step: Int64 = Field(default=0, description="Last step that it holds whole.")
     ack_microseconds: Int64 = Field(default=0, description="Its last ACK latency.")
     join_microseconds: Int64 = Field(default=0, description="From its Hello to its admission: import and self-test.")

@@ -58,6 +58,24 @@ class _Refusal:
     at: float
 
 
+@dataclass(frozen=True)
+class _Sender:
+    """Who reports for a WeightSync."""
+
+    uid: str
+    """The WeightSync's."""
+    pod: str
+    """For life: a placement can't be changed."""
+    receivers: int
+    """How many it may report."""
+
+    @classmethod
+    def of(cls, ws: WeightSync, planned: Plan) -> _Sender:
+        # Those that it had before a change of the spec count too: it goes on reporting of them for a while.
+        receivers = max(planned.config.receivers, len(ws.status.agents) if ws.status else 0)
+        return cls(ws.metadata.uid, planned.pod_sets[0].pod_name(0), receivers)
+
+
 class ClusterPlatform:
     """Carries out plans on one cluster.
 
@@ -84,8 +102,8 @@ class ClusterPlatform:
         """What `observe` has rendered, for the `apply` that follows."""
         self._beyond: dict[Key, tuple[bytes, tuple[str, ...]]] = {}
         """What of the pods of a plan goes beyond the Pod Security level restricted."""
-        self._senders: dict[Key, tuple[str, str, int]] = {}
-        """UID -> the sender's pod (a placement can't be changed), and how many receivers it may report."""
+        self._senders: dict[Key, _Sender] = {}
+        """Whom `report` asks, as the last `observe` found it."""
 
     async def close(self) -> None:
         await self._reports.close()
@@ -113,7 +131,7 @@ class ClusterPlatform:
         if ws is None:
             return Observed(None)
         planned = plan(ws, self.defaults(ws))
-        self._senders[key] = _sender(ws, planned)
+        self._senders[key] = _Sender.of(ws, planned)
         children = await self._children(planned)
         problems: list[Problem] = []
         fingerprint, beyond = self._beyond.get(key, (b"", ()))
@@ -143,17 +161,17 @@ class ClusterPlatform:
         stored = await self._reader.resource(key)
         if stored is None:
             return None
-        uid, sender, receivers = self._senders.get(key, ("", "", 0))
-        if uid != stored.uid:
+        sender = self._senders.get(key)
+        if sender is None or sender.uid != stored.uid:
             ws = read_resource(stored.tree)
-            uid, sender, receivers = self._senders[key] = _sender(ws, plan(ws, self.defaults(ws)))
-        pod = (await self._reader.pods(key)).get(sender)
+            sender = self._senders[key] = _Sender.of(ws, plan(ws, self.defaults(ws)))
+        pod = (await self._reader.pods(key)).get(sender.pod)
         address = str((pod.tree.get("status") or {}).get("podIP") or "") if pod is not None else ""
         if not address:
             return None
         host = f"[{address}]" if ":" in address else address
         try:
-            return await self._reports.fetch(after, wait, f"http://{host}:{HTTP_PORT}", receivers)
+            return await self._reports.fetch(after, wait, f"http://{host}:{HTTP_PORT}", sender.receivers)
         except ReportUnavailableError as error:
             log.debug("%s: no report: %s", key, error)
             return None
@@ -324,12 +342,6 @@ def _keys(children: Children, planned: Plan) -> CurveKeys | None:
             keys = CurveKeys(data)
             return keys if keys.complete else None
     return None
-
-
-def _sender(ws: WeightSync, planned: Plan) -> tuple[str, str, int]:
-    # Those that it had before a change of the spec count too: it goes on reporting of them for a while.
-    receivers = max(planned.config.receivers, len(ws.status.agents) if ws.status else 0)
-    return ws.metadata.uid, planned.pod_sets[0].pod_name(0), receivers
 
 
 async def _together(work: Iterable[Coroutine[Any, Any, None]]) -> None:

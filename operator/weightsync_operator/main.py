@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import random
+import signal
 import socket
 import sys
 import uuid
@@ -42,6 +43,7 @@ from .workers import RESYNC_SECONDS, Workers
 log = logging.getLogger("weightsync.operator")
 
 EXIT_DONE, EXIT_FAILED = 0, 1
+ASK_TO_END = (signal.SIGINT, signal.SIGTERM)
 RETRY_SECONDS = 2.0
 COMPARE_SOON_SECONDS, COMPARE_SECONDS = 30.0, 3600.0
 
@@ -151,11 +153,11 @@ async def serve(made: Settings) -> int:
 async def _unless_asked(work: Coroutine[Any, Any, None]) -> bool:
     """Does what comes before the watches. False: asked to end before it was done."""
     loop, asked = asyncio.get_running_loop(), asyncio.Event()
-    for number in _SIGNALS:
+    for number in ASK_TO_END:
         loop.add_signal_handler(number, asked.set)
     task, end = asyncio.create_task(work), asyncio.create_task(asked.wait())
     await asyncio.wait([task, end], return_when=asyncio.FIRST_COMPLETED)
-    for number in _SIGNALS:
+    for number in ASK_TO_END:
         loop.remove_signal_handler(number)  # from here on they are Kopf's
     end.cancel()
     if not task.done():
@@ -187,9 +189,6 @@ async def _until_end(
     finally:
         for task in (main, *tasks):
             task.cancel()
-
-
-_SIGNALS = (2, 15)
 
 
 @contextlib.asynccontextmanager

@@ -17,11 +17,12 @@ from datetime import UTC, datetime, timedelta
 
 from weightsync_api.reports import Report, StepReport
 from weightsync_api.v1alpha1 import Condition, WeightSync, WeightSyncStatus
+from weightsync_api.v1alpha1.status import MAX_HISTORY
 
 from .plan import Key, plan
 from .platform import Platform, ReportRefusedError
 from .reserved import ReservedHistory
-from .status import HISTORY, is_about, next_status
+from .status import is_about, next_status
 
 log = logging.getLogger("weightsync.reconcile")
 
@@ -165,7 +166,7 @@ class Reconciler:
         new = [step for step in report.steps if step.step > memory.after]
         unwritten = known.steps if known else []
         before = memory.packed
-        memory.report = report.model_copy(update={"steps": [*unwritten, *new][-HISTORY:]})
+        memory.report = report.model_copy(update={"steps": [*unwritten, *new][-MAX_HISTORY:]})
         memory.news += memory.packed != before
         if new:
             memory.after = new[-1].step

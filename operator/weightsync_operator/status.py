@@ -16,7 +16,7 @@ from weightsync_api.v1alpha1 import (
     WeightSync,
     WeightSyncStatus,
 )
-from weightsync_api.v1alpha1.status import AckMicroseconds, ReservedBytes
+from weightsync_api.v1alpha1.status import MAX_HISTORY, MAX_NAMES, AckMicroseconds, ReservedBytes
 
 from . import conditions
 from .conditions import Facts, Verdict
@@ -25,7 +25,6 @@ from .platform import Observed, ObservedAgent
 from .reserved import ReservedHistory
 from .text import latency, percentile, rate
 
-HISTORY = 10
 SHORT = 256
 """Characters of a name that an agent reports."""
 
@@ -49,21 +48,14 @@ def next_status(
     if report is not None and not is_about(report, ws):
         report = None
     if reserved is None:
-        reserved = ReservedHistory(ws.spec.memory.window)
-        if report is not None:
-            reserved.record(report)
+        reserved = _reserved_of(report, ws)
     if ws.spec.suspend:
         report = None
     finished = (report.finished if report else False) or _was_complete(previous, observed)
     history = _merge(previous.history, report.steps if report else [])
     last = history[-1] if history else previous.last_step
     complete = [step.step for step in history if step.complete]
-    step = complete[-1] if complete else previous.step
     agents = _agents(plan, observed, report, previous.agents, finished)
-    replicas = plan.receiver_replicas()
-    by_rank = {agent.rank: agent for agent in agents}
-    synced = sum(all(by_rank[a.rank].state == AgentState.SYNCED for a in replica) for replica in replicas)
-    there = {agent.rank for agent in observed.agents if agent.exists}
     facts = Facts(
         ws=ws,
         plan=plan,
@@ -71,41 +63,54 @@ def next_status(
         report=report,
         agents=agents,
         last=report.steps[-1] if report and report.steps else None,
-        step=step,
+        step=complete[-1] if complete else previous.step,
         broken_step=last.step if last and not last.complete else 0,
         reserved=reserved,
         finished=finished,
         refused=refused,
     )
-    verdicts = _judge(facts, previous)
+    return _status(facts, history, last, now, previous)
+
+
+def _status(
+    facts: Facts, history: list[StepStatus], last: StepStatus | None, now: datetime, previous: WeightSyncStatus
+) -> WeightSyncStatus:
+    ws, plan, report, agents = facts.ws, facts.plan, facts.report, list(facts.agents)
+    replicas = plan.receiver_replicas()
+    holding = {agent.rank for agent in agents if agent.state == AgentState.SYNCED}
+    there = {agent.rank for agent in facts.observed.agents if agent.exists}
+    synced = sum(all(a.rank in holding for a in replica) for replica in replicas)
     wanted = len(replicas) if not ws.spec.suspend else ws.spec.receivers.replicas
+    verdicts = _judge(facts, previous)
     return WeightSyncStatus(
         observed_generation=ws.metadata.generation,
         conditions=_conditions(verdicts, ws.metadata.generation, now, previous.conditions),
         transport=(report.transport[:SHORT] if report else "") or plan.transport.value,
         mode=(report.mode[:SHORT] if report else "") or previous.mode,
         route=(report.route[:SHORT] if report else "") or previous.route,
-        names=(report.names[:1024] if report else "") or previous.names,
+        names=(report.names[:MAX_NAMES] if report else "") or previous.names,
         replicas=sum(any(a.rank in there for a in replica) for replica in replicas),
         ready_replicas=synced,
         selector=plan.selector,
-        step=step,
+        step=facts.step,
         last_step=last,
         history=history,
         agents=agents,
-        summary=Summary(
-            status=_word(facts, verdicts),
-            receivers=f"{synced}/{wanted}",
-            reserved=format_bytes(max(last.reserved_bytes.sender, last.reserved_bytes.receiver_max)) if last else "",
-            reserved_delta=format_delta(last.reserved_bytes.delta) if last else "",
-            ack=latency(last.ack_microseconds.max) if last and last.receivers else "",
-            rate=rate(last.bytes, last.duration_microseconds) if last and last.complete else "",
-            nodes=_nodes(agents),
-            ack_p99=latency(last.ack_microseconds.p99) if last and last.receivers else "",
-            peak=format_bytes(last.reserved_bytes.peak) if last else "",
-            verified=next((str(s.step) for s in reversed(history) if s.verified), previous.summary.verified),
+        summary=_summary(
+            _word(facts, verdicts),
+            f"{synced}/{wanted}",
+            _nodes(agents),
+            next((str(s.step) for s in reversed(history) if s.verified), previous.summary.verified),
+            last,
         ),
     )
+
+
+def _reserved_of(report: Report | None, ws: WeightSync) -> ReservedHistory:
+    reserved = ReservedHistory(ws.spec.memory.window)
+    if report is not None:
+        reserved.record(report)
+    return reserved
 
 
 def is_about(report: Report, ws: WeightSync) -> bool:
@@ -142,6 +147,24 @@ def condition(status: WeightSyncStatus, kind: ConditionType) -> Condition | None
     return next((c for c in status.conditions if c.type == kind), None)
 
 
+def _summary(status: str, receivers: str, nodes: str, verified: str, last: StepStatus | None) -> Summary:
+    """The printer columns: these four as they are, and the last step's figures."""
+    if last is None:
+        return Summary(status=status, receivers=receivers, nodes=nodes, verified=verified)
+    return Summary(
+        status=status,
+        receivers=receivers,
+        reserved=format_bytes(max(last.reserved_bytes.sender, last.reserved_bytes.receiver_max)),
+        reserved_delta=format_delta(last.reserved_bytes.delta),
+        ack=latency(last.ack_microseconds.max) if last.receivers else "",
+        rate=rate(last.bytes, last.duration_microseconds) if last.complete else "",
+        nodes=nodes,
+        ack_p99=latency(last.ack_microseconds.p99) if last.receivers else "",
+        peak=format_bytes(last.reserved_bytes.peak),
+        verified=verified,
+    )
+
+
 def _nodes(agents: Sequence[AgentStatus]) -> str:
     """`node-a`, `node-a,node-b`, `node-a,node-b,+2`."""
     names = list(dict.fromkeys(agent.node for agent in agents if agent.node))
@@ -157,8 +180,8 @@ def _was_complete(previous: WeightSyncStatus, observed: Observed) -> bool:
 def _merge(history: Sequence[StepStatus], steps: Sequence[StepReport]) -> list[StepStatus]:
     """The last steps by their beginning, each once. Numbers may come again after all agents were lost; times don't."""
     known = {(step.step, step.started_at): step for step in history}
-    known |= {(step.step, step.started_at): step_status(step) for step in steps[-HISTORY:]}
-    return sorted(known.values(), key=lambda step: (step.started_at, step.step))[-HISTORY:]
+    known |= {(step.step, step.started_at): step_status(step) for step in steps[-MAX_HISTORY:]}
+    return sorted(known.values(), key=lambda step: (step.started_at, step.step))[-MAX_HISTORY:]
 
 
 def _agents(

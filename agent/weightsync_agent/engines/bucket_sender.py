@@ -10,6 +10,7 @@ from typing import Self
 
 import torch
 from weightsync_api.reports import AgentState, ReceiverStep, StepReport
+from weightsync_api.v1alpha1.status import MAX_MESSAGE
 
 from ..deadline import Deadline
 from ..errors import Closed, ConfigError, JoinTimeout, StepFailed, TransportError
@@ -109,7 +110,7 @@ class BucketSender:
             started_at=started_at,
             duration_microseconds=round((time.perf_counter() - began) * 1e6),
             bytes=self.manifest.nbytes if whole else 0,
-            receivers=[ReceiverStep(rank=1, state=state, error=str(failure or "")[:4096])],
+            receivers=[ReceiverStep(rank=1, state=state, error=str(failure or "")[:MAX_MESSAGE])],
             complete=whole,
         )
         if failure is not None:

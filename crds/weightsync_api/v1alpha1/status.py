@@ -9,6 +9,16 @@ from typing import Any, Literal
 from pydantic import Field
 
 from ..base import StatusModel
+from .spec import MAX_RECEIVERS
+
+MAX_MESSAGE = 4096
+"""Characters of what is told of an agent's state."""
+
+MAX_NAMES = 1024
+"""Characters of what is told of the tensors' names."""
+
+MAX_HISTORY = 10
+"""Steps whose figures are kept."""
 
 
 def _map(key: str) -> dict[str, Any]:
@@ -78,7 +88,7 @@ class AgentStatus(StatusModel):
     node: str = Field(default="", description="Node that it runs on.")
     gpu: str = Field(default="", description="UUID of its GPU; empty on CPU.")
     state: str = Field(default="Starting", description="Starting, Joined, Synced, Tainted, Lost or Refused.")
-    message: str = Field(default="", description="Why, where the state needs a reason.", max_length=4096)
+    message: str = Field(default="", description="Why, where the state needs a reason.", max_length=MAX_MESSAGE)
     step: int = Field(default=0, description="Last step that it holds whole.")
     reserved_bytes: int = Field(default=0, description="Reserved memory after its last step, in bytes.")
     allocated_bytes: int = Field(default=0, description="Allocated memory after its last step, in bytes.")
@@ -112,7 +122,7 @@ class WeightSyncStatus(StatusModel):
     route: str = Field(default="", description="Route in use, such as P2P/CUMEM, NET/Socket or SharedMemory.")
     names: str = Field(
         default="",
-        max_length=1024,
+        max_length=MAX_NAMES,
         description="What was done to the names of the sender's tensors: wrappers' parts left out, renamed, not sent.",
     )
     replicas: int = Field(default=0, ge=0, description="Receiver pods that exist.")
@@ -122,11 +132,14 @@ class WeightSyncStatus(StatusModel):
     last_step: StepStatus | None = Field(default=None, description="What the last step cost.")
     history: list[StepStatus] = Field(
         default_factory=list,
-        max_length=10,
+        max_length=MAX_HISTORY,
         description="The last 10 steps, newest last.",
         json_schema_extra=_map("step"),
     )
     agents: list[AgentStatus] = Field(
-        default_factory=list, max_length=1025, description="Agents, by rank.", json_schema_extra=_map("rank")
+        default_factory=list,
+        max_length=MAX_RECEIVERS + 1,
+        description="Agents, by rank.",
+        json_schema_extra=_map("rank"),
     )
     summary: Summary = Field(default_factory=Summary, description="Strings for the printer columns.")
