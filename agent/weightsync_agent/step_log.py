@@ -8,14 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weightsync_api.agent_config import AgentConfig
-from weightsync_api.reports import AgentReport, AgentState, MemorySample, Report, StepReport
+from weightsync_api.reports import MAX_STEPS, AgentReport, AgentState, MemorySample, Report, StepReport
 
 from .peers import Peer
 from .protocol import Identity
 from .standing import Standing
 from .transport.base import SenderTransport
-
-KEPT_STEPS = 64
 
 PUBLISH_STEPS = 8
 """Steps that are so quick that as many pass between two looks of the service thread: readers must miss none of them."""
@@ -35,13 +33,13 @@ class Snapshot:
 
 
 class StepLog:
-    """Keeps the last KEPT_STEPS steps. `publish` is called under the sender's lock, the rest from any thread."""
+    """Keeps the last MAX_STEPS steps. `publish` is called under the sender's lock, the rest from any thread."""
 
     def __init__(self, config: AgentConfig, session: str, names: str = "") -> None:
         self._config = config
         self._session = session
         self._names = names
-        self._steps: deque[StepReport] = deque(maxlen=KEPT_STEPS)
+        self._steps: deque[StepReport] = deque(maxlen=MAX_STEPS)
         self._snapshot = Snapshot()
         self._published = threading.Condition()
 
