@@ -28,7 +28,7 @@ PROBE_SECONDS = 30.0
 LONGEST_SLEEP_SECONDS = 0.001
 _CUT_TAG = 0x7757
 """Nobody sends with it."""
-EXIT_SECONDS = 2.0
+EXIT_SECONDS = 10.0
 """How long the end of the process waits for groups that are being closed."""
 
 _closing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
