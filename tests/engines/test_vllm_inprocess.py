@@ -11,8 +11,9 @@ import pytest
 import vllm_models
 from judge import chosen, fresh_tokens, judge, own_tokens
 from peer_process import interpreter
-from vllm_common import PROMPTS, SHORT
+from vllm_common import BUCKETS, PROMPTS, SHORT
 from vllm_server import environment
+from weightsync_agent.manifest import describe, layout
 
 pytestmark = pytest.mark.timeout(900)
 SCRIPT = Path(__file__).parent / "vllm_inprocess.py"
@@ -64,10 +65,13 @@ def test_the_running_engine_s_tokens_are_those_of_an_engine_started_on_the_new_w
 def test_a_quantised_engine_is_fed_layer_by_layer_and_says_what_one_started_on_the_new_weights_does(
     tmp_path: Path,
 ) -> None:
+    """From the trainer's memory at once, and through slots that are filled again before a layer is complete."""
+    assert_layers_lie_across_buckets("int8")
     # `plain`: what is named is named for its quantisation then, not for a CPU's packing.
-    said = run("llm", vllm_models.write(tmp_path / "old", "int8", 100), "int8", [6, 7], plain=True)
+    said = run("buckets", vllm_models.write(tmp_path / "old", "int8", 100), "int8", [6, 7], plain=True)
     (started,) = run("fresh", vllm_models.write(tmp_path / "new", "int8", 7), "int8", [7], plain=True)
     assert said[0]["tokens"] != said[1]["tokens"] == started["tokens"]
+    assert [line["tokens"] for line in said[2:]] == [line["tokens"] for line in said[:2]]
     for line in said:
         assert not line["in_place"]
         for layer in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
@@ -75,3 +79,17 @@ def test_a_quantised_engine_is_fed_layer_by_layer_and_says_what_one_started_on_t
         assert "CompressedTensorsLinearMethod" in line["reason"]
         assert "norm" not in line["reason"]
         assert "embed" not in line["reason"]
+
+
+def assert_layers_lie_across_buckets(kind: str) -> None:
+    """With a slot's being filled again between a layer's first part and its last."""
+    manifest = describe(vllm_models.weights(kind, 0))
+    found = layout(manifest, BUCKETS["bucket_bytes"])
+    where: dict[str, list[int]] = {}
+    for bucket, pieces in enumerate(found.buckets):
+        for piece in pieces:
+            where.setdefault(manifest.tensors[piece.tensor].name, []).append(bucket)
+    assert any(len(buckets) > 1 for buckets in where.values())
+    for first, last in (("self_attn.q_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
+        apart = where[f"model.layers.0.{last}.weight"][0] - where[f"model.layers.0.{first}.weight"][0]
+        assert apart >= BUCKETS["slots"], first

@@ -12,6 +12,9 @@ LONG = [(i * 7) % 400 + 10 for i in range(300)]
 """Beyond a block of the prefix cache: wrong until that is emptied."""
 PROMPTS = (SHORT, LONG)
 
+BUCKETS: dict[str, Any] = {"mode": "Packed", "bucket_bytes": 8192, "slots": 2}
+"""Smaller than a layer of the models here: two slots are filled many times in a step."""
+
 
 def agent_config(folder: Path, **changes: Any) -> AgentConfig:
     endpoint = f"ipc://{folder}/control"

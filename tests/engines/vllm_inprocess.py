@@ -1,6 +1,8 @@
-"""A trainer with vLLM in its own process: llm|async|calls|fresh MODEL KIND SEED[,SEED...]. Runs in vLLM's environment.
+"""A trainer with vLLM in its own process: llm|buckets|async|calls|fresh MODEL KIND SEED[,SEED...]. Runs in vLLM's
+environment.
 
-Says a JSON object a line: {"seed": N, "tokens": [[...], ...]} after each step, and what the workers said.
+Says a JSON object a line: {"seed": N, "tokens": [[...], ...]} after each step, and what the workers said. `buckets`:
+the steps of `llm`, and then once more through staging buckets, to the same engine.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import os
 import sys
 import tempfile
 import traceback
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ from typing import Any
 import psutil
 import torch
 import vllm_models
-from vllm_common import PROMPTS, SHORT, agent_config
+from vllm_common import BUCKETS, PROMPTS, SHORT, agent_config
 from weightsync_agent.engines.vllm import AsyncVllmEngine, VllmEngine
 from weightsync_agent.sender import Sender
 
@@ -43,11 +46,17 @@ def greedy(llm: Any) -> list[list[int]]:
     ]
 
 
-def in_process(model: Path, kind: str, seeds: list[int]) -> None:
+def in_process(model: Path, kind: str, seeds: list[int], ways: Sequence[dict[str, Any]] = ({},)) -> None:
     from vllm import LLM
 
     llm = LLM(model=str(model), weight_transfer_config={"backend": "weightsync"}, **OPTIONS)
-    with trainer(kind) as (weights, sender):
+    for way in ways:
+        follow(llm, kind, seeds, way)
+
+
+def follow(llm: Any, kind: str, seeds: list[int], way: dict[str, Any]) -> None:
+    """`way`: what differs from the configuration of vllm_common.py."""
+    with trainer(kind, way) as (weights, sender):
         engine = VllmEngine(llm, config=sender.config)
         for seed in seeds:
             put(weights, kind, seed)
@@ -140,13 +149,12 @@ def fresh(model: Path, kind: str, seeds: list[int]) -> None:
 
 
 @contextlib.contextmanager
-def trainer(kind: str) -> Any:
+def trainer(kind: str, way: dict[str, Any] | None = None) -> Any:
     weights = vllm_models.weights(kind, 0)
-    with (
-        tempfile.TemporaryDirectory(prefix="ws-") as folder,
-        Sender(weights, config=agent_config(Path(folder)), adopt=True) as sender,
-    ):
-        yield weights, sender
+    with tempfile.TemporaryDirectory(prefix="ws-") as folder:
+        config = agent_config(Path(folder), **(way or {}))
+        with Sender(weights, config=config, adopt=config.mode != "Packed") as sender:
+            yield weights, sender
 
 
 def put(weights: dict[str, torch.Tensor], kind: str, seed: int) -> None:
@@ -158,6 +166,8 @@ def main(mode: str, model: str, kind: str, seeds: str) -> None:
     numbers = [int(seed) for seed in seeds.split(",")]
     if mode == "async":
         asyncio.run(asynchronous(Path(model), kind, numbers))
+    elif mode == "buckets":
+        in_process(Path(model), kind, numbers, [{}, BUCKETS])
     else:
         {"llm": in_process, "calls": by_calls, "fresh": fresh}[mode](Path(model), kind, numbers)
 

@@ -153,7 +153,9 @@ class VllmModel:
         return self._reloading
 
     def load(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """A part of a reload; the first one begins it. vLLM keeps the tensors until their layer is complete."""
+        """A part of a reload; the first one begins it. vLLM keeps the tensors until their layer is complete: where
+        their memory changes before, `copy_kept` has to come first.
+        """
         with vllm.current_config(self._vllm_config), torch.no_grad():
             if not self._reloading:
                 vllm.forget_packed_experts(self.model)
@@ -161,6 +163,11 @@ class VllmModel:
                 self._reloading = True  # a beginning that fails has to be undone as well
                 vllm.initialize_reload(self.model)
             self.model.load_weights(named)  # type: ignore[operator]
+
+    def copy_kept(self) -> None:
+        """Copies what vLLM keeps of the tensors that it was given, those of layers that are not complete yet."""
+        for layer in self.model.modules():
+            vllm.copy_kept(layer)
 
     def finish(self) -> None:
         """Ends a reload of which every tensor was given."""

@@ -44,6 +44,7 @@ class VllmTarget(Target):
         self.reason = "it was asked for" if layerwise else ""
         """Why weights go through the loaders; empty: they don't."""
         self._layerwise = layerwise
+        self._copies_all = False
         self._plan: LearnedPlan | None = None
         self._manifest: Manifest | None = None
         self._destinations: list[torch.Tensor] = []
@@ -111,7 +112,8 @@ class VllmTarget(Target):
     def load(self, named: list[tuple[str, torch.Tensor]]) -> None:
         """A bucket's tensors: the worker's parts of them by the plan, or all of them through the loaders.
 
-        Those keep a layer's tensors until it is complete, so they get copies.
+        Nothing of the tensors is held afterwards: what the loaders keep of layers that a later bucket completes is
+        copied within the call, and the last bucket completes all.
         """
         assert self._manifest is not None
         if self.planned:
@@ -119,15 +121,25 @@ class VllmTarget(Target):
             return
         if not self._left:
             self._left = {entry.name for entry in self._manifest.tensors}
-        copies: dict[int, torch.Tensor] = {}
-        for _, tensor in named:
-            if id(tensor) not in copies:
-                copies[id(tensor)] = tensor.clone()
-        self.model.load([(name, copies[id(tensor)]) for name, tensor in named])
-        self._left.difference_update(name for name, _ in named)
-        if not self._left:
-            # Before the step is acknowledged: whoever hears of it may count on the whole.
-            self.model.finish()
+        if self._copies_all:
+            named = [(name, tensor.clone()) for name, tensor in named]
+        try:
+            self.model.load(named)
+            self._left.difference_update(name for name, _ in named)
+            if self._left:
+                self.model.copy_kept()
+            else:
+                # Before the step is acknowledged: whoever hears of it may count on the whole.
+                self.model.finish()
+        except BaseException:
+            self.abandon()  # or vLLM would hold views of memory that is about to be unmapped
+            raise
+
+    def copy_all(self) -> None:
+        """From now on the loaders get copies: they hold tensors beyond a call, elsewhere than vLLM's reload does."""
+        if not self._copies_all:
+            log.warning("this model's loaders hold tensors beyond a call: from the next step on they get copies")
+        self._copies_all = True
 
     def _copy_parts(self, named: list[tuple[str, torch.Tensor]]) -> None:
         places: list[torch.Tensor] = []

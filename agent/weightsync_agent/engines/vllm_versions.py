@@ -11,6 +11,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+import torch
+
 from ..errors import ConfigError
 
 log = logging.getLogger("weightsync.vllm")
@@ -77,6 +79,27 @@ def finalize_reload(model: Any, model_config: Any) -> None:
 def layerwise_info(layer: Any) -> Any:
     """What vLLM remembers of a layer: `restore_metadata`, `kernel_tensors`, `can_load()`, `reset()`."""
     return hook(_LAYERWISE, "get_layerwise_info")(layer)
+
+
+def copy_kept(layer: Any) -> None:
+    """The tensors that a reload keeps until their layer is complete become copies, each once."""
+    for _, call in layerwise_info(layer).loaded_weights:
+        for name, value in call.arguments.items():
+            call.arguments[name] = _copied(value)
+
+
+def _copied(value: Any) -> Any:
+    """An argument of a weight loader, with a copy of a tensor of the checkpoint's. Its own parameters stay."""
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(part) for part in value)
+    if isinstance(value, dict):
+        return {key: _copied(part) for key, part in value.items()}
+    if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter) or value.is_meta:
+        return value
+    if not getattr(value, "_weightsync_copy", False):
+        value = value.clone()
+        value._weightsync_copy = True
+    return value
 
 
 def abandon_reload(model: Any) -> int:

@@ -20,7 +20,7 @@ from weightsync_api.reports import Report
 
 from ..deadline import Deadline
 from ..digest import tensor_digests
-from ..errors import Closed, ConfigError, StepTimeout, TransportError, WeightSyncError
+from ..errors import Closed, ConfigError, StepTimeout, TransportError, ViewsRetained, WeightSyncError
 from ..http import AgentServer
 from ..identity import load_config
 from ..receiver import Receiver
@@ -185,6 +185,8 @@ class WorkerSync:
                 if receiver.broken != before:
                     # Now, as it may come again at once: what the loaders hold of it is not to be of the next one too.
                     target.abandon()
+                    if ViewsRetained.__name__ in receiver.state.message:
+                        target.copy_all()
                 elif step is None and (before != broken or deadline.passed):
                     break
         finally:
