@@ -13,8 +13,8 @@ DATA = Path(__file__).parents[1] / "data" / "bad_manifests"
 
 
 def run(manifest: Path) -> subprocess.CompletedProcess[str]:
-    command = [str(Path(sys.executable).with_name("weightsync")), "run", str(manifest), "--timeout", "60"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    command = [str(Path(sys.executable).with_name("weightsync")), "run", str(manifest), "--timeout", "280"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ for place in ("/dev/shm", scratch):
     open(os.path.join(place, "mine"), "w").close()
 print(sorted(name for _, name in socket.if_nameindex()), flush=True)
 with socket.create_server((mine, 4444)) as server:
-    for _ in range(300):
+    for _ in range(1200):
         try:
             talk = socket.create_connection((other, 4444), timeout=5)
             break
@@ -46,7 +46,7 @@ def pod(name: str, command: list[str], address: str = "", scratch: str = "") -> 
 
 
 def lines_of(running: Running, count: int) -> list[str]:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while len(lines := running.out.read_text().splitlines()) < count:
         assert running.process.poll() is None, running.tail()
         assert time.monotonic() < deadline, running.tail()
@@ -88,11 +88,11 @@ def test_the_end_of_a_pod_ends_all_that_it_started(tmp_path: Path) -> None:
         running.go()
         lines_of(running, 1)
         # Without a writer a pipe reads as ended; with one it has nothing yet.
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not held(reader):
             assert time.monotonic() < deadline, running.tail()
     os.set_blocking(reader, True)
-    assert select.select([reader], [], [], 30)[0], "a process of the pod is still there"
+    assert select.select([reader], [], [], 120)[0], "a process of the pod is still there"
     assert os.read(reader, 1) == b""
     os.close(reader)
 

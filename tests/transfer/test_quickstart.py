@@ -43,7 +43,7 @@ def check(answers: Path) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "QUICKSTART_ANSWERS": str(answers)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=280,
     )
 
 
@@ -102,7 +102,7 @@ def test_without_its_model_it_says_how_to_get_it(tmp_path: Path) -> None:
         env={**os.environ, "QUICKSTART_MODEL": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
     )
     assert asked.returncode == 1
     assert "run `python examples/quickstart/prepare.py` first" in asked.stderr.splitlines()[-1]

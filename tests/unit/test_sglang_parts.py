@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -67,11 +66,13 @@ def test_the_buffer_is_large_enough_for_what_is_chosen_later() -> None:
 class Stub(BaseHTTPRequestHandler):
     """A server that is not SGLang, to hear what is said of it."""
 
+    given_up: ClassVar[threading.Event]
+
     def do_POST(self) -> None:
         length = int(self.headers["Content-Length"])
         body = json.loads(self.rfile.read(length))
         if self.path == "/slow":
-            time.sleep(3)
+            self.given_up.wait(120)
         status = int(body.get("status", 200))
         answer = (
             {"success": False, "message": "not today"} if "refuse" in body else {"key": self.headers["Authorization"]}
@@ -107,11 +108,13 @@ class Refusing(Stub):
 
 @contextmanager
 def serving(kind: type[Stub]) -> Iterator[str]:
+    kind.given_up = threading.Event()
     with ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
         server.daemon_threads = True
         server.block_on_close = False
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
+        kind.given_up.set()
         server.shutdown()
 
 
