@@ -17,6 +17,8 @@ from weightsync_agent import Sender
 FOLDER = Path(os.environ.get("MODEL", Path(__file__).parent / "build" / "tiny"))
 STEPS = 5
 
+if not FOLDER.is_dir():
+    raise FileNotFoundError(f"{FOLDER}: python examples/tiny_model.py {FOLDER} makes it")
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 cuda = torch.cuda.is_available()
 dist.init_process_group("nccl" if cuda else "gloo")

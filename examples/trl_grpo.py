@@ -19,6 +19,8 @@ FOLDER = Path(os.environ.get("MODEL", Path(__file__).parent / "build" / "tiny"))
 ENGINES = os.environ.get("ENGINES", "http://127.0.0.1:18001").split(",")
 STEPS = 5
 
+if not FOLDER.is_dir():
+    raise FileNotFoundError(f"{FOLDER}: python examples/tiny_model.py {FOLDER} makes it")
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 torch.manual_seed(0)
 model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)

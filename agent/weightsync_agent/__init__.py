@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .errors import (
         Closed,
         ConfigError,
+        GatherFailed,
         JoinTimeout,
         ManifestMismatch,
         Refused,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Closed",
     "ConfigError",
+    "GatherFailed",
     "JoinTimeout",
     "ManifestMismatch",
     "Receiver",

@@ -9,7 +9,7 @@ import psutil
 import torch
 from weightsync_api.agent_config import AgentConfig
 from weightsync_api.quantity import format_bytes, format_delta
-from weightsync_api.reports import AgentState, Report, StepReport
+from weightsync_api.reports import StepReport
 from weightsync_api.v1alpha1.spec import Device
 
 from . import parent
@@ -19,6 +19,7 @@ from .identity import load_config
 from .runtime import attach
 from .sender import Sender
 from .sources import Source, open_source
+from .step_log import lacks_a_step
 from .stop import Stopped
 from .transport import make_arena
 
@@ -98,7 +99,7 @@ class SenderLoop:
         due = time.monotonic()
         while True:
             time.sleep(max(LOOK_SECONDS, due - time.monotonic()))
-            if self._source.whole and _lacks_a_step(self._sender.report()):
+            if self._source.whole and lacks_a_step(self._sender.report()):
                 due = self._step()
 
     def _fresh(self) -> bool:
@@ -115,7 +116,7 @@ class SenderLoop:
             if fresh:
                 self._refreshes += 1
                 return True
-            if self._source.whole and _lacks_a_step(self._sender.report()):
+            if self._source.whole and lacks_a_step(self._sender.report()):
                 return True
         return False
 
@@ -175,7 +176,3 @@ def _check_memory(source: Source, device: torch.device) -> None:
             f"the weights take {format_bytes(needed)} in the sender and again in each receiver, but only "
             f"{format_bytes(free)} of memory is available: choose a smaller model"
         )
-
-
-def _lacks_a_step(report: Report) -> bool:
-    return any(agent.state in (AgentState.JOINED, AgentState.TAINTED) for agent in report.agents if agent.rank)

@@ -67,5 +67,9 @@ class StepFailed(WeightSyncError):
         self.report = report
 
 
+class GatherFailed(WeightSyncError):
+    """The trainer's ranks can't gather their shards any more: one died, or the process group's timeout was over."""
+
+
 class Closed(WeightSyncError):
     """The peer said goodbye, or this end was closed."""

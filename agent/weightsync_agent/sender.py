@@ -29,6 +29,7 @@ from .deadline import Deadline
 from .errors import (
     Closed,
     ConfigError,
+    GatherFailed,
     JoinTimeout,
     StepFailed,
     StepTimeout,
@@ -47,6 +48,9 @@ from .sources.module import Weights, gatherer_for
 from .step_log import Publisher, StepLog
 from .transport import Arena, make_arena, sender_transport
 from .transport.base import SendPlan
+
+_FINAL = (ConfigError, GatherFailed)
+"""What the next step can't do better."""
 
 
 class Sender:
@@ -213,6 +217,7 @@ class Sender:
             StepFailed: a receiver that was there did not acknowledge. Its `report` has the causes.
             ConfigError: a tensor is not as it was when the Sender was made: its shape, dtype, device, or what it is
                 tied to. The sentence says whether nothing was sent, or the step was broken off.
+            GatherFailed: with FSDP2, on every rank that is left: a rank died, or the process group timed out.
             Closed: this sender was closed, or is that of the process that this one was forked from.
         """
         if os.getpid() != self._pid:
@@ -289,7 +294,7 @@ class Sender:
         try:
             report = self._conclude(channel, started_at, duration)
         except StepFailed as failure:
-            if unforeseen is None or (isinstance(unforeseen, Exception) and not isinstance(unforeseen, ConfigError)):
+            if unforeseen is None or (isinstance(unforeseen, Exception) and not isinstance(unforeseen, _FINAL)):
                 raise failure from unforeseen
             raise unforeseen from None
         if unforeseen is not None:

@@ -100,6 +100,11 @@ class StepLog:
         return self.report(after)
 
 
+def lacks_a_step(report: Report) -> bool:
+    """Whether a receiver waits for weights that others may have: it came back, or a broken step tainted it."""
+    return any(agent.state in (AgentState.JOINED, AgentState.TAINTED) for agent in report.agents if agent.rank)
+
+
 class Publisher:
     """Puts what a leading sender is at the moment into its StepLog. Used under the sender's lock."""
 

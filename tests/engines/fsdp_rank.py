@@ -1,12 +1,15 @@
 """One of two FSDP2 ranks that train a tiny model on the CPU: CONFIG_PATH RANK STORE OPTIONS_JSON.
 
 Options: each_rank, lora, dtype, steps. Says, a JSON object a line, what became of each step, and at rank 0 what a fresh
-model on the gathered weights generates. Goes on when it reads a line.
+model on the gathered weights generates. Goes on when it reads a line: `die` kills it, `send` makes a step without
+training before it.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from trainer_models import greedy, tiny
-from weightsync_agent.errors import WeightSyncError
+from weightsync_agent.errors import GatherFailed, WeightSyncError
 from weightsync_agent.sender import Sender
 from weightsync_api.agent_config import AgentConfig
 
@@ -66,21 +69,28 @@ def main() -> None:
     optimizer = torch.optim.AdamW(trained, lr=0.05)
     dtype = getattr(torch, options["dtype"]) if "dtype" in options else None
     torch.manual_seed(100 + rank)
+    order = ""
     with Sender(model, config=config, dtype=dtype, each_rank=options.get("each_rank", False)) as sender:
         for _ in range(options["steps"]):
-            tokens = torch.randint(2, 200, (2, 16))
-            model(input_ids=tokens, labels=tokens).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            if order == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if order != "send":
+                tokens = torch.randint(2, 200, (2, 16))
+                model(input_ids=tokens, labels=tokens).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
             told: dict[str, Any] = {}
             try:
                 report = sender.step()
                 told = {"step": report.step, "complete": report.complete, "names": sender.report().names}
+            except GatherFailed as error:
+                print(json.dumps({"failed": type(error).__name__, "said": str(error)}), flush=True)
+                continue
             except WeightSyncError as error:
                 told = {"failed": type(error).__name__}
             told["expected"] = expected(model, options)
             print(json.dumps(told), flush=True)
-            sys.stdin.readline()
+            order = sys.stdin.readline().strip()
     dist.destroy_process_group()
 
 

@@ -58,10 +58,10 @@ class Trainer:
             found.append(json.loads(line))
         return found
 
-    def go_on(self) -> None:
-        for rank in self.ranks:
+    def go_on(self, orders: Sequence[str] = ("", "")) -> None:
+        for rank, order in zip(self.ranks, orders, strict=True):
             assert rank.stdin
-            rank.stdin.write("\n")
+            rank.stdin.write(f"{order}\n")
             rank.stdin.flush()
 
     def exit_codes(self) -> list[int]:
@@ -176,6 +176,26 @@ def test_a_rank_whose_engine_fails_or_is_missing_does_not_hold_up_the_other(
         assert greedy(model) == greedy(whole) == told[0]["expected"]
         trainer.go_on()
         assert trainer.exit_codes() == [0, 0]
+
+
+def test_a_rank_that_dies_ends_the_others_steps_with_what_to_do(
+    make_config: Callable[..., AgentConfig], train: Callable[..., Trainer]
+) -> None:
+    config = make_config(bucket_bytes=32768)
+    trainer = train([config, config], steps=3)
+    with Receiver(ModelTarget(engine()), config=config, rank=1) as receiver:
+        assert receiver.wait(WAIT_SECONDS) == 1
+        trainer.told()
+        trainer.go_on(["send", "die"])
+        left = trainer.ranks[0]
+        assert left.stdout
+        # The step that a rank died in, and the one after it: with nobody to gather with, it does not wait either.
+        for _ in range(2):
+            told = json.loads(left.stdout.readline())
+            assert told["failed"] == "GatherFailed"
+            assert "trainer rank 0: " in told["said"]
+            assert "start the trainer from its last checkpoint" in told["said"]
+        assert left.wait(WAIT_SECONDS) == 0
 
 
 def both(make_config: Callable[..., AgentConfig], run_dir: Path) -> list[AgentConfig]:

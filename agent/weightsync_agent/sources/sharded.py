@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from operator import is_not
 from typing import cast
 
@@ -10,10 +11,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ..errors import ConfigError
+from ..errors import ConfigError, GatherFailed
 from ..manifest import Manifest, identity_of
 from .gatherer import Gatherer
 from .lookup import Found
+
+
+def broken_group(cause: BaseException) -> GatherFailed:
+    """What torch raised where a collective of the trainer's ranks did not come through, and what to do."""
+    said = next(iter(str(cause).splitlines()), "")
+    return GatherFailed(
+        f"trainer rank {dist.get_rank()}: the ranks can't gather the weights any more: a rank has died, or was waited "
+        "for longer than the process group's timeout. The group is broken for good: end all ranks and start the "
+        f"trainer from its last checkpoint; the log of the rank that went first has the cause ({said})"
+    )
 
 
 class ShardedGatherer(Gatherer):
@@ -21,7 +32,8 @@ class ShardedGatherer(Gatherer):
 
     The leader tells the others what to gather next, as a broadcast of indices over the same process group, and 0 when
     its step is over. So all ranks run the same collectives in the same order, whatever order the transport needs and
-    wherever the step breaks off. Waits are bounded by the process group's own timeout.
+    wherever the step breaks off. Waits are bounded by the process group's own timeout. Once a collective failed, none
+    is tried any more: `GatherFailed`.
     """
 
     plain = False
@@ -44,6 +56,7 @@ class ShardedGatherer(Gatherer):
         self.leads = self.all_lead or dist.get_rank() == self._leader
         self._control_device = torch.device(mesh.device_type)
         self._kept: dict[int, torch.Tensor] = {}
+        self._broken: GatherFailed | None = None
 
     def gather(self, indices: Sequence[int]) -> list[torch.Tensor]:
         wanted = list(dict.fromkeys(index for index in indices if index not in self._kept))
@@ -76,7 +89,8 @@ class ShardedGatherer(Gatherer):
 
     def conclude(self) -> None:
         self._kept = {}
-        self._announce([])
+        if self._broken is None:
+            self._announce([])
 
     def follow(self) -> None:
         while indices := self._announced():
@@ -91,9 +105,23 @@ class ShardedGatherer(Gatherer):
         self._announce(indices)
         return {index: self._whole(index) for index in indices}
 
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Around what all ranks take part in. Raises GatherFailed."""
+        if self._broken is not None:
+            raise self._broken
+        try:
+            yield
+        except RuntimeError as error:
+            # Gloo's errors have no class of their own, but a source file of its own.
+            if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+                raise
+            self._broken = broken_group(error)
+            raise self._broken from error
+
     def _whole(self, index: int) -> torch.Tensor:
         entry = self.manifest.tensors[index]
-        with torch.no_grad():
+        with torch.no_grad(), self._together():
             tensor = self.value(index)
             device = tensor.device
             if isinstance(tensor, DTensor):
@@ -105,17 +133,19 @@ class ShardedGatherer(Gatherer):
 
     def _announce(self, indices: list[int]) -> None:
         count = torch.tensor([len(indices)], device=self._control_device)
-        dist.broadcast(count, self._leader, self._group)
-        if indices:
-            dist.broadcast(torch.tensor(indices, device=self._control_device), self._leader, self._group)
+        with self._together():
+            dist.broadcast(count, self._leader, self._group)
+            if indices:
+                dist.broadcast(torch.tensor(indices, device=self._control_device), self._leader, self._group)
 
     def _announced(self) -> list[int]:
         count = torch.zeros(1, dtype=torch.int64, device=self._control_device)
-        dist.broadcast(count, self._leader, self._group)
-        indices = torch.zeros(int(count), dtype=torch.int64, device=self._control_device)
-        if len(indices):
-            dist.broadcast(indices, self._leader, self._group)
-        return [int(index) for index in indices.tolist()]
+        with self._together():
+            dist.broadcast(count, self._leader, self._group)
+            indices = torch.zeros(int(count), dtype=torch.int64, device=self._control_device)
+            if len(indices):
+                dist.broadcast(indices, self._leader, self._group)
+            return [int(index) for index in indices.tolist()]
 
 
 def _is_one(tensor: torch.Tensor, first: torch.Tensor) -> bool:
@@ -138,7 +168,7 @@ class EachRankGatherer(ShardedGatherer):
 
     def conclude(self) -> None:
         self._kept = {}
-        while self._round([]) is not None:
+        while self._broken is None and self._round([]) is not None:
             pass
 
     def _gathered(self, indices: list[int]) -> dict[int, torch.Tensor]:
@@ -163,5 +193,6 @@ class EachRankGatherer(ShardedGatherer):
         """`mine` of every rank, by rank."""
         own = mine.to(self._control_device)
         told = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(told, own, group=self._group)
+        with self._together():
+            dist.all_gather(told, own, group=self._group)
         return told

@@ -13,15 +13,20 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from weightsync_api.agent_config import AgentConfig
 from weightsync_api.reports import StepReport
 
-from ..errors import ConfigError, StepFailed
+from ..deadline import Deadline
+from ..errors import ConfigError, JoinTimeout, StepFailed
 from ..names import NameRules
 from ..sender import Sender
 from ..sources import lora
 from ..sources.module import Weights
+from ..sources.sharded import broken_group
+from ..step_log import lacks_a_step
 
 log = logging.getLogger("weightsync.trainer")
 
 RETRY_SECONDS = 1.0
+DONE, AGAIN, OVER = range(3)
+"""What a rank says of its try; the worst word of all ranks holds for each."""
 
 
 class WeightSyncCallback(TrainerCallback):
@@ -41,10 +46,11 @@ class WeightSyncCallback(TrainerCallback):
         names: rules that rename the weights; None: the configuration's.
         each_rank: with FSDP2, every rank sends, to engines of its own (see Sender).
         attempts: times that a step is tried before `StepFailed` ends the training. An engine that a failed step left
-            tainted answers nothing until a whole one, so going on without would wait for it.
+            tainted answers nothing until a whole one, so going on without would wait for it. Where no engine is left,
+            the training waits for one that comes back, for `transfer.joinTimeoutSeconds`.
         config: the AgentConfig; None: this process', as `weightsync run` or the operator set it up.
 
-    Raises, from the trainer's `train`: ConfigError, JoinTimeout, StepFailed.
+    Raises, from the trainer's `train`: ConfigError, JoinTimeout, StepFailed, GatherFailed.
     """
 
     def __init__(
@@ -75,6 +81,10 @@ class WeightSyncCallback(TrainerCallback):
         self._config = config
         self._sender: Sender | None = None
         self._device = torch.device("cpu")
+        self._sharded = False
+        self._model: torch.nn.Module | None = None
+        self._adapters: dict[str, torch.Tensor] = {}
+        """What is sent of `_model`, where adapters are sent alone."""
         self._sent_at = -1
 
     @property
@@ -85,11 +95,19 @@ class WeightSyncCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self._close()  # that of a training that an error or Ctrl-C ended in this process
         model: torch.nn.Module = kwargs["model"]
         parameters = list(model.parameters())
         self._device = parameters[0].device
-        if state.is_world_process_zero or any(isinstance(p, DTensor) for p in parameters):
-            self._sender = self._make_sender(self._source(model))
+        self._sharded = any(isinstance(p, DTensor) for p in parameters)
+        self.last = None
+        error: BaseException | None = None
+        if state.is_world_process_zero or self._sharded:
+            try:
+                self._sender = self._make_sender(self._source(model))
+            except BaseException as raised:
+                error = raised
+        self._agree(DONE if error is None else OVER, error)
         self._send(state.global_step)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -99,17 +117,35 @@ class WeightSyncCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if state.global_step != self._sent_at:
+        if state.global_step != self._sent_at or args.load_best_model_at_end:  # the best is loaded before this
             self._send(state.global_step)
+        self._close()
+
+    def catch_up(self) -> None:
+        """Brings an engine that came back, and waits for weights, what the last step brought. Does nothing where there
+        is none. For who waits for engines between two steps; at the rank that sends, in the thread that trains.
+
+        Shards are gathered by all ranks, and so by steps alone: with FSDP2 it does nothing.
+        """
+        if self._sender is None or self._sharded or not lacks_a_step(self._sender.report()):
+            return
+        try:
+            self.last = self._step(self._sender)
+        except (StepFailed, JoinTimeout) as failure:
+            log.warning("an engine that came back was not brought along: %s", failure)
+
+    def _close(self) -> None:
         if self._sender is not None:
             self._sender.close()
             self._sender = None
+        self._model, self._adapters = None, {}
 
     def _source(self, model: torch.nn.Module) -> Weights:
         if self._lora == "Adapters":
             if not lora.has_adapters(model):
                 raise ConfigError("lora is Adapters, and the trainer's model has none: pass it a peft_config")
-            return lora.adapters(model, self._adapter)
+            self._model, self._adapters = model, lora.adapters(model, self._adapter)
+            return self._adapters
         return model
 
     def _make_sender(self, source: Weights) -> Sender:
@@ -123,35 +159,56 @@ class WeightSyncCallback(TrainerCallback):
             return Sender(source, config=self._config, **options)
         return Sender.from_env(source, **options)
 
+    def _step(self, sender: Sender) -> StepReport:
+        if self._model is not None:
+            # An adapter that was deleted and added anew has other tensors under the same names.
+            now = lora.adapters(self._model, self._adapter)
+            if now.keys() != self._adapters.keys():
+                raise ConfigError(f"adapter {self._adapter!r} has other layers than when the training began")
+            self._adapters.update(now)
+        return sender.step()
+
     def _send(self, global_step: int) -> None:
         """One step, in place at every engine when it returns, on every rank."""
-        for attempt in range(1, self.attempts + 1):
-            failure: StepFailed | None = None
+        attempt = 0
+        patience: Deadline | None = None
+        while True:
+            word = DONE
             error: BaseException | None = None
             try:
                 if self._sender is not None:
-                    self.last = self._sender.step()
-            except StepFailed as failed:
-                failure = failed
-                self.last = failed.report
+                    self.last = self._step(self._sender)
+            except StepFailed as failure:
+                attempt += 1
+                error, self.last = failure, failure.report
+                word = AGAIN if attempt < self.attempts else OVER
+                log.warning("attempt %d of %d: %s", attempt, self.attempts, failure)
+            except JoinTimeout as nobody:
+                error, word = nobody, OVER
+                if self._sender is not None and self.last is not None:  # engines were there
+                    if patience is None:
+                        patience = Deadline(self._sender.config.join_timeout_seconds)
+                        log.warning("waiting up to %g s for an engine to come back: %s", patience.seconds, nobody)
+                    word = OVER if patience.passed else AGAIN
             except BaseException as raised:
-                error = raised
-            if self._all(failure is None and error is None):
+                error, word = raised, OVER
+            if self._agree(word, error) == DONE:
                 self._sent_at = global_step
                 return
-            if error is not None:
-                raise error
-            if failure is not None:
-                log.warning("attempt %d of %d: %s", attempt, self.attempts, failure)
-                if attempt == self.attempts:
-                    raise failure
             time.sleep(RETRY_SECONDS)
-        raise ConfigError("the rank that sends gave up; its own error says why")
 
-    def _all(self, ok: bool) -> bool:
-        """Whether all ranks say so: none goes on before the engines have what it generates with."""
-        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-            return ok
-        told = torch.tensor([int(ok)], device=self._device)
-        dist.all_reduce(told, dist.ReduceOp.MIN)
-        return bool(told.item())
+    def _agree(self, word: int, error: BaseException | None) -> int:
+        """The worst word of all ranks, for none goes on before the engines have what it generates with.
+
+        Raises `error` where that is OVER, and at the other ranks ConfigError.
+        """
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            told = torch.tensor([word], device=self._device)
+            try:
+                dist.all_reduce(told, dist.ReduceOp.MAX)
+            except RuntimeError as broken:
+                raise error or broken_group(broken) from broken
+            word = int(told.item())
+        if word == OVER:
+            raise error or ConfigError("the rank that sends gave up; its own error says why")
+        return word

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
@@ -23,7 +24,12 @@ from ..errors import ConfigError, StepTimeout, TransportError
 MAX_PROMPTS = 64
 """Of one request."""
 RETRY_SECONDS = 0.2
+LOOK_SECONDS = 1.0
+"""How often a wait for engines is left to see whether one came back that waits for weights."""
 MAX_ANSWER_BYTES = 256 << 20
+
+if TYPE_CHECKING:
+    from .callback import WeightSyncCallback
 
 
 class _Logprobs(BaseModel):
@@ -42,6 +48,9 @@ class _Completion(BaseModel):
 
 class EngineRollout:
     """A `rollout_func` of TRL: asks engines for the completions of a batch of prompts.
+
+    Engines that were started anew have no weights, and the next step comes only after the rollout. So where none is
+    ready, the trainer's WeightSyncCallback sends them again meanwhile (see its `catch_up`).
 
     Args:
         urls: of the engines, such as http://engine:8000; the prompts are shared out among them.
@@ -63,9 +72,11 @@ class EngineRollout:
         self._ignore_eos = ignore_eos
         # Ranks begin at different engines, so that few prompts of many ranks don't all go to the first.
         self._next = int(os.environ.get("RANK", "0"))
+        self._callback: WeightSyncCallback | None = None
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
         """`prompts`: of TRL, one for each completion; gives prompt_ids, completion_ids and logprobs in that order."""
+        self._callback = _callback_of(trainer)
         ids = [_tokens(prompt, trainer.processing_class) for prompt in prompts]
         options = {
             "max_tokens": trainer.args.max_completion_length,
@@ -94,16 +105,26 @@ class EngineRollout:
         }
         first = self._next
         self._next += len(parts)
+        stuck, over = threading.Event(), threading.Event()
         with ThreadPoolExecutor(len(self.urls)) as pool:
-            answers = pool.map(
-                lambda part: self._ask(first + part[0], {**body, "prompt": list(part[1])}, deadline), enumerate(parts)
-            )
-            return [choice for answer in answers for choice in answer]
+            answers = [
+                pool.submit(self._ask, first + number, {**body, "prompt": list(part)}, deadline, stuck, over)
+                for number, part in enumerate(parts)
+            ]
+            try:
+                while wait(answers, LOOK_SECONDS).not_done:
+                    if stuck.is_set() and self._callback is not None:
+                        self._callback.catch_up()  # in this thread, which trains
+            finally:
+                over.set()
+            return [choice for answer in answers for choice in answer.result()]
 
-    def _ask(self, place: int, body: dict[str, Any], deadline: Deadline) -> list[_Choice]:
-        """Tries one engine after the other while they are not ready or not there."""
-        last = ""
-        while not deadline.passed:
+    def _ask(
+        self, place: int, body: dict[str, Any], deadline: Deadline, stuck: threading.Event, over: threading.Event
+    ) -> list[_Choice]:
+        """Tries one engine after the other while they are not ready or not there. `stuck`: set once none was."""
+        last, tries = "", 0
+        while not (deadline.passed or over.is_set()):
             url = f"{self.urls[place % len(self.urls)]}/v1/completions"
             try:
                 found = _post(url, body, deadline.remaining)
@@ -120,7 +141,9 @@ class EngineRollout:
                     last = f"{url}: {error}"
             except ValidationError as error:
                 raise TransportError(f"{url} is no engine with token ids and logprobs: {error}") from None
-            place += 1
+            place, tries = place + 1, tries + 1
+            if tries >= len(self.urls):
+                stuck.set()
             time.sleep(min(RETRY_SECONDS, max(0.0, deadline.remaining)))
         raise StepTimeout(f"no engine gave a rollout within {self._timeout:g} s; the last: {last or 'none was asked'}")
 
@@ -129,6 +152,13 @@ def _post(url: str, body: dict[str, Any], timeout: float) -> _Completion:
     asked = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST")
     with urllib.request.urlopen(asked, timeout=max(timeout, 0.001)) as answer:
         return _Completion.model_validate_json(answer.read(MAX_ANSWER_BYTES))
+
+
+def _callback_of(trainer: Any) -> WeightSyncCallback | None:
+    from .callback import WeightSyncCallback
+
+    handler = getattr(trainer, "callback_handler", None)
+    return next((c for c in getattr(handler, "callbacks", ()) if isinstance(c, WeightSyncCallback)), None)
 
 
 def _tokens(prompt: Any, processing: Any) -> list[int]:
