@@ -45,6 +45,8 @@ MAX_BODY_BYTES = 1024
 MAX_POLLS = 64
 """Requests that may wait in `/report` at a time."""
 START_SECONDS = 5.0
+CLOSE_SECONDS = 10.0
+"""It takes half a second at most where the machine does not stall, and the address is free after it."""
 LINGER_SECONDS = 2.0
 RUNNER_SECONDS = 15.0
 """The same where a local run reads: it always does, but its machine may stall, and what it has not read by the end it
@@ -141,7 +143,7 @@ class AgentServer:
         self._closing.set()
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=2)
+        self._thread.join(CLOSE_SECONDS)
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
