@@ -12,11 +12,12 @@ from decimal import Decimal
 PATTERN = r"^[0-9]+(\.[0-9]{1,3})?(Ki|Mi|Gi|Ti|Pi|Ei|k|M|G|T|P|E)?$"
 """Whole numbers, or up to 3 decimals. The grammar's milli-, exponent and signed forms make no sense for bytes."""
 
-_FACTORS = {
+FACTORS = {
     "": 1,
     **{suffix: 1000 ** (i + 1) for i, suffix in enumerate(["k", "M", "G", "T", "P", "E"])},
     **{suffix: 1024 ** (i + 1) for i, suffix in enumerate(["Ki", "Mi", "Gi", "Ti", "Pi", "Ei"])},
 }
+"""Suffix -> what it multiplies by."""
 
 
 def parse_exact(quantity: str) -> Decimal:
@@ -25,7 +26,7 @@ def parse_exact(quantity: str) -> Decimal:
     if not re.fullmatch(PATTERN, quantity, re.ASCII):
         raise ValueError(f"{quantity!r} is no quantity of bytes: write for example 256Mi, 1Gi or 1073741824")
     number = quantity.rstrip("KMGTPEik")
-    exact: Decimal = Decimal(number) * _FACTORS[quantity[len(number) :]]
+    exact: Decimal = Decimal(number) * FACTORS[quantity[len(number) :]]
     return exact
 
 

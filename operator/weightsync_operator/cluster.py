@@ -23,8 +23,9 @@ from weightsync_api.v1alpha1 import API_VERSION, KIND, WeightSync, WeightSyncSta
 
 from .curve_keys import CurveKeys
 from .drift import covered
-from .kube_api import POD, ApiError, KubeApi, Tree
-from .objects import ANNOTATION_HASH, SECRET, STATEFUL_SET, Options, Rendered, child_names, render
+from .kinds import POD, SECRET, STATEFUL_SET
+from .kube_api import ApiError, KubeApi, Tree
+from .objects import ANNOTATION_HASH, Options, Rendered, child_names, render
 from .plan import HTTP_PORT, ClusterAddresses, Key, Plan, PlanDefaults, plan
 from .platform import Observed, Problem
 from .pod_events import PodEvents

@@ -10,13 +10,11 @@ from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from weightsync_api.quantity import FACTORS
+
 from .overlay import KEYS
 
-_SUFFIXES: Mapping[str, Decimal] = {
-    "m": Decimal("0.001"),
-    **{suffix: Decimal(1000) ** (i + 1) for i, suffix in enumerate(["k", "M", "G", "T", "P", "E"])},
-    **{suffix: Decimal(1024) ** (i + 1) for i, suffix in enumerate(["Ki", "Mi", "Gi", "Ti", "Pi", "Ei"])},
-}
+_SUFFIXES: Mapping[str, Decimal] = {"m": Decimal("0.001"), **{s: Decimal(factor) for s, factor in FACTORS.items() if s}}
 
 
 def covered(planned: Any, live: Any, field: str = "") -> bool:
@@ -52,9 +50,7 @@ def _quantity(value: Any) -> Decimal | None:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return None
     text = str(value)
-    suffix = next(
-        (s for s in ("Ki", "Mi", "Gi", "Ti", "Pi", "Ei", "m", "k", "M", "G", "T", "P", "E") if text.endswith(s)), ""
-    )
+    suffix = next((suffix for suffix in _SUFFIXES if text.endswith(suffix)), "")
     try:
         number = Decimal(text.removesuffix(suffix))
     except InvalidOperation:

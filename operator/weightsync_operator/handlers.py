@@ -12,9 +12,9 @@ from typing import Any
 
 import kopf
 from kopf._core.reactor.inventory import ResourceMemories, ResourceMemory  # a parameter of kopf.operator has this type
-from weightsync_api.v1alpha1 import GROUP, KIND, PLURAL, VERSION
+from weightsync_api.v1alpha1 import KIND
 
-from .kube_api import POD
+from .kinds import PLACES, WATCHED
 from .plan import LABEL_NAME
 from .readers import WatchedReader
 from .watch_session import Heard, session_for
@@ -23,18 +23,6 @@ from .workers import Workers
 log = logging.getLogger("weightsync.watch")
 
 PREFIX = "weightsync.dev"
-
-WATCHED: Mapping[str, tuple[str, str, str]] = {
-    KIND: (GROUP, VERSION, PLURAL),
-    POD: ("", "v1", "pods"),
-    "ConfigMap": ("", "v1", "configmaps"),
-    "Secret": ("", "v1", "secrets"),
-    "Service": ("", "v1", "services"),
-    "StatefulSet": ("apps", "v1", "statefulsets"),
-    "NetworkPolicy": ("networking.k8s.io", "v1", "networkpolicies"),
-    "PodDisruptionBudget": ("policy", "v1", "poddisruptionbudgets"),
-}
-"""Kind -> group, version, plural. All but WeightSyncs by the label weightsync.dev/name only, on the server's side."""
 
 
 def registry_for(reader: WatchedReader, workers: Workers, stop: asyncio.Event, heard: Heard) -> kopf.OperatorRegistry:
@@ -53,8 +41,10 @@ def registry_for(reader: WatchedReader, workers: Workers, stop: asyncio.Event, h
 
     # Kopf waits for 5 s for every task that is left, ours and its own that waits for the flag: they end before.
     kopf.on.cleanup(registry=registry, id="close")(close)
-    for kind, place in WATCHED.items():
-        kopf.on.event(*place, registry=registry, id=f"take-{kind.lower()}")(_handler(kind, reader, workers))
+    for kind in WATCHED:
+        place = PLACES[kind]
+        on_event = kopf.on.event(place.group, place.version, place.plural, registry=registry, id=f"take-{kind.lower()}")
+        on_event(_handler(kind, reader, workers))
     return registry
 
 
@@ -67,9 +57,10 @@ def settings() -> kopf.OperatorSettings:
     made.watching.reconnect_backoff = 1
     # Kopf lists all kinds at the same time: so many objects of each are in memory at once, in full.
     made.watching.chunk_size = 50
-    for kind, (group, version, plural) in WATCHED.items():
+    for kind in WATCHED:
         if kind != KIND:
-            made.watching.label_selectors[group, version, plural] = LABEL_NAME
+            place = PLACES[kind]
+            made.watching.label_selectors[place.group, place.version, place.plural] = LABEL_NAME
     made.networking.request_timeout, made.networking.connect_timeout = 30, 5
     made.networking.error_backoffs = (0.5, 1, 2, 3, 5, 8)
     made.networking.enforce_retry_after = True

@@ -16,9 +16,9 @@ from urllib.parse import quote, urlencode
 
 import aiohttp
 from kubernetes.aio import client, config
-from weightsync_api.v1alpha1 import API_VERSION, KIND, PLURAL
 
-from .objects import API_VERSIONS, MANAGER
+from .kinds import PLACES
+from .objects import MANAGER
 
 log = logging.getLogger("weightsync.api")
 
@@ -34,27 +34,6 @@ JSON = "application/json"
 APPLY = "application/apply-patch+yaml"
 FORBIDDEN = 403
 METADATA = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
-
-POD, EVENT, LEASE = "Pod", "Event", "Lease"
-_VERSIONS: Mapping[str, str] = {
-    **API_VERSIONS,
-    KIND: API_VERSION,
-    POD: "v1",
-    EVENT: "v1",
-    LEASE: "coordination.k8s.io/v1",
-}
-_PLURALS: Mapping[str, str] = {
-    KIND: PLURAL,
-    "ConfigMap": "configmaps",
-    "Secret": "secrets",
-    "Service": "services",
-    "StatefulSet": "statefulsets",
-    "NetworkPolicy": "networkpolicies",
-    "PodDisruptionBudget": "poddisruptionbudgets",
-    POD: "pods",
-    EVENT: "events",
-    LEASE: "leases",
-}
 
 Observer = Callable[[str, int, float], None]
 """Told of every request: its verb, the status (0: no answer), and the seconds that it took."""
@@ -224,10 +203,10 @@ def _answer(verb: str, path: str, status: int, data: bytes) -> Tree:
 
 
 def _path(kind: str, namespace: str, name: str = "", subresource: str = "") -> str:
-    version = _VERSIONS[kind]
+    version, plural = PLACES[kind]
     parts = ["/api" if version == "v1" else "/apis", version]
     if namespace:
         parts += ["namespaces", quote(namespace, safe="")]
-    parts.append(_PLURALS[kind])
+    parts.append(plural)
     parts += [quote(part, safe="") for part in (name, subresource) if part]
     return "/".join(parts)

@@ -13,8 +13,10 @@ import time
 from datetime import UTC, datetime
 from typing import Any
 
-from .kube_api import LEASE, ApiError, KubeApi, Tree
+from .kinds import LEASE, PLACES
+from .kube_api import ApiError, KubeApi, Tree
 from .plan import Key
+from .text import timestamp
 
 log = logging.getLogger("weightsync.lease")
 
@@ -91,7 +93,7 @@ class Lease:
         live = await self._api.get(LEASE, *self._key)
         if live is None:
             meta = {"namespace": self._key.namespace, "name": self._key.name}
-            tree = {"apiVersion": "coordination.k8s.io/v1", "kind": LEASE, "metadata": meta, "spec": self._spec(0)}
+            tree = {"apiVersion": PLACES[LEASE].api_version, "kind": LEASE, "metadata": meta, "spec": self._spec(0)}
             return await self._write(self._api.create(tree))
         spec: dict[str, Any] = live.get("spec") or {}
         holder = str(spec.get("holderIdentity") or "")
@@ -127,4 +129,4 @@ class Lease:
 
 
 def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+    return timestamp(datetime.now(UTC), "microseconds")

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from weightsync_api.v1alpha1 import KIND
 
-from .handlers import WATCHED
+from .kinds import WATCHED
 from .kube_api import FORBIDDEN, ApiError, KubeApi
 from .plan import LABEL_NAME, Key
 from .readers import WatchedReader, version_of

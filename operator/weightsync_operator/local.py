@@ -20,6 +20,7 @@ from .local_log import AgentLog
 from .local_process import AgentProcess
 from .plan import Endpoints, Key, Plan, PlanDefaults, PlannedAgent, Role, plan
 from .platform import Observed
+from .pod_templates import template_field
 from .reports_client import ReportsClient, ReportUnavailableError
 from .state_dir import StateDir
 
@@ -186,10 +187,9 @@ class LocalPlatform:
 
     def _command(self, agent: PlannedAgent) -> Command:
         spec, key = self._ws.spec, self._state.key
-        sending = agent.role == Role.SENDER
         return command_for(
-            spec.sender.template if sending else spec.receivers.template,
-            "spec.sender.template" if sending else "spec.receivers.template",
+            spec.sender.template if agent.role == Role.SENDER else spec.receivers.template,
+            template_field(agent.role),
             self._folder,
             Downward(agent.pod, key.namespace, self._node),
             self._identity(agent),

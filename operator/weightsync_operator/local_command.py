@@ -12,6 +12,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from .pod_templates import ARGS_ALONE
+
 PYTHONS = ("python", "python3")
 _REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_.-]*)\)")
 
@@ -121,10 +123,7 @@ def command_for(
         for i, container in enumerate(pod.containers):
             where = f"{field}.spec.containers[{i}]"
             if container.args:
-                raise TemplateError(
-                    f"{where}: args without command: the program that they are for is known to the image alone; "
-                    "write command"
-                )
+                raise TemplateError(f"{where}: {ARGS_ALONE}")
             env = _environment(container.env, f"{where}.env", env, downward) | dict(identity)
         return Command((sys.executable, "-m", "weightsync_agent.main"), folder, env, user=False, notice=notice)
     container, where = pod.containers[index], f"{field}.spec.containers[{index}]"

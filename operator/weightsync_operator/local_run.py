@@ -24,7 +24,7 @@ from .plan import Key
 from .reconcile import Reconciler
 from .state_dir import StateDir, StateError
 from .status import condition, step_status
-from .text import age, rate
+from .text import age, rate, timestamp
 
 EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_TIMEOUT, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 1, 2, 124, 130, 143
 
@@ -98,8 +98,8 @@ class LocalRun:
         device, notice = device_for(ws, gpus)
         if notice:
             screen.notice(notice)
-        created = datetime.now(UTC).replace(microsecond=0).isoformat().replace("+00:00", "Z")
-        metadata = ws.metadata.model_copy(update={"generation": 1, "creationTimestamp": created})
+        created = {"generation": 1, "creationTimestamp": timestamp(datetime.now(UTC))}
+        metadata = ws.metadata.model_copy(update=created)
         self._ws = ws.model_copy(update={"metadata": metadata, "status": WeightSyncStatus()})
         self._state = StateDir.acquire(self.key)
         hooks = LocalHooks(self._wake.set, self._line, self._crashed, self._status)

@@ -16,6 +16,15 @@ from typing import Any
 from weightsync_api.v1alpha1 import API_VERSION, KIND
 
 from .curve_keys import CurveKeys
+from .kinds import (
+    CONFIG_MAP,
+    DISRUPTION_BUDGET,
+    NETWORK_POLICY,
+    PLACES,
+    SECRET,
+    SERVICE,
+    STATEFUL_SET,
+)
 from .plan import HTTP_PORT, LABEL_NAME, LABEL_ROLE, Plan, PodRole, PodSet, child_name
 from .platform import Problem
 from .pod_security import beyond_restricted
@@ -29,19 +38,6 @@ ANNOTATION_CONFIG = "weightsync.dev/config"
 """Of a pod: hash of the agents' configuration; another one rolls the pods."""
 ANNOTATION_KEYS = "weightsync.dev/keys"
 """Of a pod: fingerprint of the CURVE keys."""
-
-SERVICE, CONFIG_MAP, SECRET = "Service", "ConfigMap", "Secret"
-STATEFUL_SET, NETWORK_POLICY, DISRUPTION_BUDGET = "StatefulSet", "NetworkPolicy", "PodDisruptionBudget"
-
-API_VERSIONS: Mapping[str, str] = {
-    CONFIG_MAP: "v1",
-    SECRET: "v1",
-    SERVICE: "v1",
-    NETWORK_POLICY: "networking.k8s.io/v1",
-    DISRUPTION_BUDGET: "policy/v1",
-    STATEFUL_SET: "apps/v1",
-}
-"""Kinds of children, in the order in which they are applied: what pods mount comes before them."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +112,7 @@ def _object(plan: Plan, kind: str, name: str, **body: Any) -> Tree:
                 "blockOwnerDeletion": True,
             }
         ]
-    return {"apiVersion": API_VERSIONS[kind], "kind": kind, "metadata": metadata, **body}
+    return {"apiVersion": PLACES[kind].api_version, "kind": kind, "metadata": metadata, **body}
 
 
 def _config_map(plan: Plan) -> Tree:

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .kube_api import EVENT, KubeApi
-from .objects import STATEFUL_SET
+from .kinds import EVENT, STATEFUL_SET
+from .kube_api import KubeApi
 from .plan import Key, Plan
 from .pod_status import wants_events
 from .readers import ChildId, Stored

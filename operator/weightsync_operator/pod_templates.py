@@ -19,6 +19,7 @@ from .pod_network import host_ipc
 Tree = dict[str, Any]
 
 CONTAINER = "agent"
+ARGS_ALONE = "args without command: the program that they are for is known to the image alone; write command"
 
 
 class FieldError(Exception):
@@ -40,13 +41,14 @@ class Template:
     path: str = ""
 
 
-def _field(role: Role) -> str:
+def template_field(role: Role) -> str:
+    """Where the template of an agent of this role is in the manifest."""
     return "spec.sender.template" if role == Role.SENDER else "spec.receivers.template"
 
 
 def taken_apart(overlay: Mapping[str, Any], role: Role) -> Template:
     """Raises FieldError."""
-    where = _field(role)
+    where = template_field(role)
     for key in overlay:
         if key not in ("metadata", "spec", "apiVersion", "kind"):
             raise FieldError(f"{where}.{key}: unknown field: a pod template has metadata and spec")
@@ -74,10 +76,7 @@ def taken_apart(overlay: Mapping[str, Any], role: Role) -> Template:
             if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
                 raise FieldError(f"{found.path}.{name}: is {shown(words)}, where a list of texts belongs")
         if args and not command:
-            raise FieldError(
-                f"{found.path}: args without command: the program that they are for is known to the image alone; "
-                "write command"
-            )
+            raise FieldError(f"{found.path}: {ARGS_ALONE}")
         found.command = [*command, *args]
         found.container = chosen
     rest["spec"]["containers"] = [entry for i, entry in enumerate(containers) if i != ours]

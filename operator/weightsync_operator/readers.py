@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from weightsync_api.v1alpha1 import API_VERSION, KIND
 
-from .kube_api import POD, KubeApi
-from .objects import STATEFUL_SET
+from .kinds import POD, STATEFUL_SET
+from .kube_api import KubeApi
 from .plan import LABEL_NAME, Key
 from .pod_status import trimmed
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import datetime
 from importlib.metadata import version
 from typing import Any
 
@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from weightsync_api.v1alpha1 import ConditionType, WeightSync, WeightSyncStatus
 
 from .platform import Problem
-from .text import listed
+from .text import listed, timestamp
 
 log = logging.getLogger("weightsync.cluster")
 
@@ -67,7 +67,7 @@ def unreadable_status(tree: Mapping[str, Any], problem: Problem, now: datetime) 
     conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}
     for kind in (ConditionType.READY.value, ConditionType.PROGRESSING.value):
         old = conditions.get(kind) or {}
-        stamp = now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        stamp = timestamp(now)
         conditions[kind] = {
             "type": kind,
             "status": "False",

@@ -224,11 +224,23 @@ def _agent(
     if seen.running:
         if told is None and agent.state in (AgentState.LOST, AgentState.STARTING):
             agent = agent.model_copy(update={"state": AgentState.STARTING.value, "message": ""})
+        elif not finished and _is_of_the_one_before(seen, told, before):
+            update = {"state": AgentState.STARTING.value, "message": "it was started again and has not joined yet"}
+            agent = agent.model_copy(update=update)
     elif seen.exit_code is None and not agent.step:
         agent = agent.model_copy(update={"state": AgentState.STARTING.value, "message": seen.message})
     elif not (finished and seen.exit_code == 0):
         agent = agent.model_copy(update={"state": AgentState.LOST.value, "message": seen.message})
     return agent
+
+
+def _is_of_the_one_before(seen: ObservedAgent, told: AgentReport | None, before: AgentStatus | None) -> bool:
+    """Whether what the sender says of a receiver is about its process that ended: the sender hears of that one's end
+    in its next step, or from the new one's Hello, which an engine says only when it has loaded."""
+    if told is None or before is None or not seen.rank or not seen.restarts:
+        return False
+    was_down = before.state in (AgentState.LOST, AgentState.STARTING) and before.pod == seen.pod
+    return was_down and told.state == AgentState.SYNCED and told.step == before.step
 
 
 def _judge(facts: Facts, previous: WeightSyncStatus) -> dict[ConditionType, Verdict]:

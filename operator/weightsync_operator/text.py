@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
+from typing import Literal
 
 MAX_NAMED = 3
 """Agents that a sentence names before it counts the rest."""
@@ -46,6 +47,11 @@ def age(span: timedelta) -> str:
         return f"{minutes}m"
     hours = minutes // 60
     return f"{hours}h" if hours < 48 else f"{hours // 24}d"
+
+
+def timestamp(moment: datetime, timespec: Literal["seconds", "microseconds"] = "seconds") -> str:
+    """In UTC, as Kubernetes writes times (RFC 3339): `2026-01-31T12:00:00Z`."""
+    return moment.astimezone(UTC).isoformat(timespec=timespec).replace("+00:00", "Z")
 
 
 def percentile(values: Sequence[int], percent: float) -> int:

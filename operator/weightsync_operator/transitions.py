@@ -10,8 +10,10 @@ from typing import Literal, NamedTuple
 
 from weightsync_api.v1alpha1 import API_VERSION, KIND, ConditionType, WeightSync, WeightSyncStatus
 
-from .kube_api import EVENT, ApiError, KubeApi, Tree
+from .kinds import EVENT, PLACES
+from .kube_api import ApiError, KubeApi, Tree
 from .objects import MANAGER
+from .text import timestamp
 
 log = logging.getLogger("weightsync.events")
 
@@ -77,10 +79,10 @@ class EventPoster:
 
     def _event(self, ws: WeightSync, transition: Transition) -> Tree:
         namespace, name = _place(ws)
-        now = datetime.now(UTC)
+        now = timestamp(datetime.now(UTC))
         message = transition.message
         return {
-            "apiVersion": "v1",
+            "apiVersion": PLACES[EVENT].api_version,
             "kind": EVENT,
             "metadata": {"namespace": namespace, "name": f"{name}.{uuid.uuid4().hex[:16]}"},
             "involvedObject": {
@@ -96,8 +98,8 @@ class EventPoster:
             "source": {"component": MANAGER},
             "reportingComponent": MANAGER,
             "reportingInstance": self._instance,
-            "firstTimestamp": now.isoformat(timespec="seconds").replace("+00:00", "Z"),
-            "lastTimestamp": now.isoformat(timespec="seconds").replace("+00:00", "Z"),
+            "firstTimestamp": now,
+            "lastTimestamp": now,
             "count": 1,
         }
 

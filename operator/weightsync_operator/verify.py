@@ -18,8 +18,10 @@ import click
 from weightsync_api.v1alpha1 import KIND, ConditionType, StepStatus, WeightSync, WeightSyncStatus
 from weightsync_api.validation import ManifestError, read_weightsyncs
 
-from .kube_api import POD, ApiError, KubeApi, Tree
+from .kinds import PLACES, POD
+from .kube_api import ApiError, KubeApi, Tree
 from .resource_tree import UnreadableError, read_resource
+from .status import condition
 from .text import latency, rate
 
 POLL_SECONDS = 1.0
@@ -93,7 +95,7 @@ async def _create(api: KubeApi, tree: Tree) -> Tree:
 
 def _owner() -> list[Tree]:
     name, uid = os.environ.get("POD_NAME"), os.environ.get("POD_UID")
-    return [{"apiVersion": "v1", "kind": POD, "name": name, "uid": uid}] if name and uid else []
+    return [{"apiVersion": PLACES[POD].api_version, "kind": POD, "name": name, "uid": uid}] if name and uid else []
 
 
 async def _watch(api: KubeApi, namespace: str, name: str, limit: float) -> int:
@@ -105,7 +107,7 @@ async def _watch(api: KubeApi, namespace: str, name: str, limit: float) -> int:
         if (step := _verified(status)) is not None:
             _say(_praise(step, status, passed))
             return EXIT_DONE
-        ready = next((c for c in status.conditions if c.type == ConditionType.READY), None)
+        ready = condition(status, ConditionType.READY)
         if ready is None and passed > UNANSWERED_SECONDS and not silent:
             silent = True
             _say(f"no operator says a word: does it run, and does it watch {namespace}?")
@@ -114,8 +116,8 @@ async def _watch(api: KubeApi, namespace: str, name: str, limit: float) -> int:
             _say(f"{ready.reason}: {said}")
         await asyncio.sleep(POLL_SECONDS)
     _say(f"no step was verified within {limit:g} s. The last that is known:")
-    for condition in status.conditions:
-        _say(f"  {condition.type} {condition.status} {condition.reason}: {condition.message}")
+    for known in status.conditions:
+        _say(f"  {known.type} {known.status} {known.reason}: {known.message}")
     for agent in status.agents:
         place = f"{agent.pod} on {agent.node or 'no node'}"
         _say(f"  rank {agent.rank} {agent.role} {place}: {agent.state} {agent.message}")

@@ -27,6 +27,8 @@ def _map(key: str) -> dict[str, Any]:
 
 
 class ConditionType(StrEnum):
+    """What a condition is about: each is judged in the operator's conditions.py."""
+
     READY = "Ready"
     PROGRESSING = "Progressing"
     MEMORY_STABLE = "MemoryStable"
