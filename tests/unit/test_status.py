@@ -131,6 +131,14 @@ def test_a_crashed_receiver_is_lost_until_it_holds_a_step_again() -> None:
     assert "killed by signal 9" in the(crashed, "Ready").message
     assert "restarted 2 times" in the(crashed, "Ready").message
     assert (crashed.summary.status, crashed.summary.receivers, crashed.ready_replicas) == ("Degraded", "1/2", 1)
+    # It runs again, and the sender has not heard of it: its word is about the process that was killed.
+    again = ObservedAgent(1, "demo-receivers-0", running=True, restarts=3)
+    waiting = crashed
+    for _ in range(2):
+        waiting = status_of(ws, whole(ws, 1), observed(ws, rank_1=again), waiting)
+        assert (the(waiting, "Ready").reason, waiting.summary.receivers) == ("ReceiverStarting", "1/2")
+        assert "it was started again and has not joined yet" in the(waiting, "Ready").message
+    assert the(status_of(ws, whole(ws, 2), observed(ws, rank_1=again), waiting), "Ready").status == "True"
     back = status_of(ws, whole(ws, 2), previous=crashed)
     assert (the(back, "Ready").status, back.summary.receivers) == ("True", "2/2")
 
