@@ -49,6 +49,8 @@ from .step_log import Publisher, StepLog
 from .transport import Arena, make_arena, sender_transport
 from .transport.base import SendPlan
 
+MAX_REASON = 1000
+"""Characters of a goodbye."""
 _FINAL = (ConfigError, GatherFailed)
 """What the next step can't do better."""
 
@@ -193,8 +195,11 @@ class Sender:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.close(f"the sender ended with {kind.__name__}: {error}"[:MAX_REASON])
 
     # --- a step -------------------------------------------------------------------------------------------------
 

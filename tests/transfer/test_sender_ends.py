@@ -13,8 +13,11 @@ import pytest
 import samples
 import zmq.auth
 from peers_by_hand import WAIT, eventually
-from weightsync_agent.errors import ConfigError
+from weightsync_agent.errors import Closed, ConfigError
+from weightsync_agent.receiver import Receiver
 from weightsync_agent.sender import Sender
+from weightsync_agent.targets import TensorTarget
+from weightsync_api.reports import AgentState
 
 GREETING = 10
 """Bytes that ZMTP's greeting begins with, before the peer's are there."""
@@ -151,3 +154,20 @@ def test_sender_that_is_dropped_without_close_gives_everything_back(make_config,
         assert second.step().step == 2
     eventually(lambda: receiver.whole == [1, 2], "and the second")
     assert samples.fingerprint(receiver.loader.weights) == samples.fingerprint(weights)
+
+
+def test_the_goodbye_of_a_trainer_that_failed_says_of_what(make_config) -> None:
+    config, weights = make_config(), samples.mixed(0)
+    target = TensorTarget({name: tensor.clone() for name, tensor in weights.items()})
+
+    def train() -> None:
+        with Sender(weights, config=config):
+            while receiver.state.state != AgentState.JOINED:
+                receiver.poll(0.05)
+            raise ZeroDivisionError("no prompts are left")
+
+    with Receiver(target, config=config, rank=1) as receiver:
+        with pytest.raises(ZeroDivisionError):
+            train()
+        with pytest.raises(Closed, match="the sender ended with ZeroDivisionError: no prompts are left"):
+            receiver.poll(WAIT)
