@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 ENVIRONMENTS = Path(os.environ.get("WEIGHTSYNC_ENGINES") or CACHE / "weightsync" / "engines")
 """Where install.sh puts them."""
-SECONDS = 60.0
+SECONDS = 120.0
 
 
 def interpreter(environment: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from peer_process import ENVIRONMENTS, interpreter
+from ports import reserve_port
 from streamed import Streamed
 
 START_SECONDS = 550.0
@@ -29,9 +29,7 @@ class SGLangServer:
     """Killed with all its processes at the end of the `with` block."""
 
     def __init__(self, model: Path, log: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = reserve_port()
         self.url = f"http://127.0.0.1:{port}"
         tools = ENVIRONMENTS / "vllm" / "bin"  # ninja
         environment = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ import torch
 
 pytest.importorskip("transformers", minversion="5")
 
+from ports import reserve_port
 from trainer_models import PROMPT, UPDATES, WAIT_SECONDS, fresh, greedy, tiny, update
 from transformers import DynamicCache
 from weightsync_agent.engines.completions import CompletionRequest, Refusal
@@ -40,9 +40,7 @@ class Engine:
     """`python -m weightsync_agent.engines.transformers` as a receiver, and its endpoint."""
 
     def __init__(self, folder: Path, config_path: Path, *options: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = reserve_port()
         self.url = f"http://127.0.0.1:{port}"
         self.process = subprocess.Popen(
             [sys.executable, "-m", "weightsync_agent.engines.transformers", "--model", str(folder), "--port", str(port),
@@ -177,7 +175,7 @@ def test_an_engine_serves_whole_steps_only_and_a_fresh_models_tokens_after_each(
         assert sentence in refused["error"]["message"]
     assert engine.ask("/nowhere")[0] == 404
     engine.process.terminate()
-    _, log = engine.process.communicate(timeout=30)
+    _, log = engine.process.communicate(timeout=WAIT_SECONDS)
     assert engine.process.returncode == 0, log
     assert "serves nothing until the next whole step" in log
 

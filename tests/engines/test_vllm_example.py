@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,21 +14,20 @@ from pathlib import Path
 
 import pytest
 from peer_process import interpreter
+from ports import reserve_port
 from vllm_server import START_SECONDS, environment
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_server_of_the_example_ends_with_its_trainers_weights(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "engines-vllm.md").read_text().partition("## Try it")[2]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(reserve_port())
     script = "".join(re.findall(r"^```sh\n(.*?)^```$", page, re.M | re.S)).replace(".venv/bin/python", sys.executable)
     model, serve, train = script.replace("/tmp/model", str(tmp_path / "model")).replace("8000", port).splitlines()
     env = environment(plain=False, VLLM_PYTHON=interpreter("vllm"))
-    subprocess.run(model.split(), cwd=ROOT, check=True, timeout=200)
+    subprocess.run(model.split(), cwd=ROOT, check=True, timeout=START_SECONDS)
     log = tmp_path / "log"
     with log.open("wb") as output:
         server = subprocess.Popen(
@@ -37,7 +35,7 @@ def test_the_server_of_the_example_ends_with_its_trainers_weights(tmp_path: Path
         )
     try:
         await_health(server, port, log)
-        done = subprocess.run(train.split(), cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(train.split(), cwd=ROOT, env=env, capture_output=True, text=True, timeout=START_SECONDS)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGKILL)

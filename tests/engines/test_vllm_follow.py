@@ -7,6 +7,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -25,9 +26,11 @@ import torch
 import vllm_models
 from judge import fresh_tokens
 from peer_process import interpreter
+from ports import reserve_port
 from vllm_common import PROMPTS, SHORT, agent_config
 from vllm_server import OPTIONS, START_SECONDS, VllmServer, environment
 from weightsync_agent.sender import Sender
+from weightsync_agent.sources.computed import Computed
 from weightsync_api.agent_config import AgentConfig
 
 pytestmark = pytest.mark.timeout(900)
@@ -59,9 +62,7 @@ class Followed(VllmServer):
     """A server, first as the child of the process that has it follow; later ones find it there."""
 
     def __init__(self, folder: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("0.0.0.0", 0))
-            self.port = probe.getsockname()[1]
+        self.port = reserve_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.folder = folder
         self.model = vllm_models.write(folder / "model", "tied", 100)
@@ -87,10 +88,14 @@ class Followed(VllmServer):
     def follow(self) -> None:
         """By another follower than the one that started it, where there is none yet."""
         if self.process.pid == self._group:
-            self.process.kill()
-            self.process.wait(30)
+            self.kill_follower()
         if self.process.poll() is not None:
             self.start("--url", self.url, transport="IPC", mode="Packed", bucket_bytes=16384)
+
+    def kill_follower(self) -> None:
+        """It alone."""
+        self.process.kill()
+        self.process.wait(WAIT_SECONDS)
 
     def agent(self, rank: int, path: str) -> tuple[int, str]:
         connection = Unix(self.folder / f"rank-{rank}.http")
@@ -103,6 +108,12 @@ class Followed(VllmServer):
         found = [json.loads(self.agent(rank, "/readyz")[1]) for rank in (1, 2)]
         return [(one["ready"], one["step"]) for one in found]
 
+    def joined(self) -> bool:
+        """Both workers wait for their first step. False while no follower answers."""
+        with suppress(OSError):
+            return all("is Joined" in self.agent(rank, "/readyz")[1] for rank in (1, 2))
+        return False
+
     def close(self) -> None:
         for pid in {self._group, self.process.pid}:
             with suppress(ProcessLookupError):
@@ -113,9 +124,17 @@ class Followed(VllmServer):
 class Trainer:
     """Knows of no engine."""
 
-    def __init__(self, config: AgentConfig) -> None:
+    def __init__(self, config: AgentConfig, at_the_end: Callable[[], object] = lambda: None) -> None:
+        """`at_the_end`: called within each step, when most of it is at the engine."""
         self.weights = vllm_models.weights("tied", 0)
-        self.sender = Sender(self.weights, config=config, adopt=config.transport == "IPC")
+        last = self.weights["model.norm.weight"]
+
+        def read() -> torch.Tensor:
+            at_the_end()
+            return last
+
+        sent: dict[str, torch.Tensor | Computed] = {**self.weights, "model.norm.weight": Computed(last, read)}
+        self.sender = Sender(sent, config=config)
 
     def step(self, seed: int) -> int:
         for name, tensor in vllm_models.weights("tied", seed).items():
@@ -158,7 +177,8 @@ def test_tokens_are_a_fresh_models_after_each_step_of_a_trainer_and_of_the_next(
     assert [(agent["rank"], agent["state"]) for agent in report["agents"]] == [(2, "Synced")]
     assert f"weightsync_last_step {step}.0" in server.agent(2, "/metrics")[1]
     assert "POST /v1/completions" in server.said()
-    assert "POST /collective_rpc" not in server.said()
+    # But where one failed, as a step may that begins late at a worker.
+    assert not re.search(r"POST /collective_rpc.* 200", server.said())
 
 
 def test_from_elsewhere_the_engine_can_be_asked_and_not_changed(server: Followed) -> None:
@@ -180,10 +200,24 @@ def test_from_elsewhere_the_engine_can_be_asked_and_not_changed(server: Followed
 
 def test_when_the_follower_was_killed_the_next_one_goes_on(server: Followed) -> None:
     server.follow()  # kills the one that has followed so far
-    with Trainer(server.config) as trainer:
-        for seed in (6, 7):
-            trainer.step(seed)
-            assert_serves(server, trainer.weights)
+    doomed = False
+
+    def gather() -> None:
+        if doomed:
+            server.kill_follower()
+
+    with Trainer(server.config, gather) as trainer:
+        trainer.step(6)
+        assert_serves(server, trainer.weights)
+        doomed = True
+        trainer.step(7)  # which it had the engine take: that goes on without it
+        doomed = False
+        assert_serves(server, trainer.weights)
+        server.follow()
+        eventually(server.joined)
+        step = trainer.step(8)
+        assert_serves(server, trainer.weights)
+        eventually(lambda: server.ready() == [(True, step)] * 2)
 
 
 def test_a_broken_step_makes_the_pod_unready_until_a_whole_one(server: Followed) -> None:
@@ -194,7 +228,7 @@ def test_a_broken_step_makes_the_pod_unready_until_a_whole_one(server: Followed)
         assert [stuck.stdout.readline().strip() for _ in range(2)] == ["ready", "within the step"]
         stuck.kill()
     eventually(lambda: "broke off" in server.agent(1, "/readyz")[1])
-    assert [ready for ready, _ in server.ready()] == [False, False]
+    eventually(lambda: [ready for ready, _ in server.ready()] == [False, False])
     assert server.paused()
     with Trainer(server.config) as trainer:
         step = trainer.step(8)
@@ -219,7 +253,7 @@ def test_asked_to_end_it_says_goodbye_and_leaves_the_server(server: Followed) ->
     with Trainer(server.config) as trainer:
         trainer.step(9)
         server.process.terminate()
-        assert server.process.wait(30) == 0
+        assert server.process.wait(WAIT_SECONDS) == 0
         eventually(lambda: {agent.state for agent in trainer.sender.report().agents[1:]} == {"Lost"})
         assert_serves(server, trainer.weights)
 
@@ -228,8 +262,9 @@ def test_it_ends_with_its_server_and_says_so(server: Followed) -> None:
     server.follow()
     with Trainer(server.config) as trainer:
         trainer.step(10)
+        before = len(server.said())
         for process in server.engine:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         assert server.process.wait(WAIT_SECONDS) == 1
-    assert "TransportError" in server.said()[-2000:]
+    assert "TransportError" in server.said()[before:]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from peer_process import interpreter
+from ports import reserve_port
 from streamed import Streamed
 
 START_SECONDS = 550.0
@@ -43,9 +43,7 @@ class VllmServer:
     """Killed with all its processes at the end of the `with` block."""
 
     def __init__(self, model: Path, log: Path, *options: str, plain: bool = False, **env: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = reserve_port()
         self.url = f"http://127.0.0.1:{port}"
         self.model = model
         self._log = log
