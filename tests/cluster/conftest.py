@@ -9,6 +9,8 @@ from collections.abc import Generator, Iterator
 import pytest
 from control_plane import ControlPlane, programs
 from helm import CRD, Helm, established, new_namespace
+from kubectl import WAIT
+from operator_process import eventually
 from pod_cluster import FAILED, PodCluster, alone, must_not_skip, why_no_pods
 from reconciling import Operator
 from weightsync_api.crd import render
@@ -32,6 +34,8 @@ def cluster() -> Iterator[ControlPlane]:
 def namespace(cluster: ControlPlane) -> Iterator[str]:
     name = f"test-{uuid.uuid4().hex[:8]}"
     cluster.kubectl("create", "namespace", name)
+    # Without it no pod is taken, which the operator would tell.
+    eventually(lambda: cluster.get("serviceaccount", "default", name) is not None)
     yield name
     cluster.kubectl("delete", "namespace", name, "--wait=false")
 
@@ -71,7 +75,7 @@ def home(plane: ControlPlane) -> Iterator[str]:
     with new_namespace(plane, "system") as name:
         yield name
         Helm(plane).run("uninstall", "weightsync", "-n", name, "--ignore-not-found", "--wait")
-        plane.kubectl("delete", "crd", CRD, "--ignore-not-found", "--timeout=30s")
+        plane.kubectl("delete", "crd", CRD, "--ignore-not-found", WAIT)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 
 import yaml
@@ -103,18 +104,25 @@ class ControlPlane(Kubectl):
 
     # --- the audit log ------------------------------------------------------------------------------------------------
 
-    def audit(self, user: str = OPERATOR) -> Iterator[Tree]:
-        """The requests so far of the operator, or of a ServiceAccount, that the API server has answered."""
-        for line in self.audit_log.read_text().splitlines():
+    def audit(self, user: str = OPERATOR, since: float = 0) -> Iterator[Tree]:
+        """The requests of the operator, or of a ServiceAccount, that the API server has answered.
+
+        Args:
+            since: seconds since the epoch: those that came later. Who sees what a request did may be faster than the
+                log, so that a count of lines is no moment.
+        """
+        *lines, _ = self.audit_log.read_bytes().split(b"\n")  # what has no end yet is being written
+        for line in lines:
             event: Tree = json.loads(line)
-            if event["user"]["username"] == user:
+            received = datetime.fromisoformat(event["requestReceivedTimestamp"]).timestamp()
+            if event["user"]["username"] == user and received > since:
                 yield event
 
-    def writes(self) -> list[str]:
-        """The operator's writes so far: verb, resource, name."""
+    def writes(self, since: float = 0) -> list[str]:
+        """The operator's writes: verb, resource, name."""
         return [
             f"{event['verb']} {_resource(event['objectRef'])} {event['objectRef'].get('name', '')}"
-            for event in self.audit()
+            for event in self.audit(since=since)
             if event["verb"] not in ("get", "list", "watch")
         ]
 

@@ -30,7 +30,7 @@ class Helm:
         self.chart = chart
         self._environment = cluster.environment
 
-    def run(self, *arguments: str, check: bool = True, timeout: float = 100) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, check: bool = True, timeout: float = 250) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
             [str(self.program), *arguments],
             stdin=subprocess.DEVNULL,
@@ -102,10 +102,19 @@ class InstalledOperator(OperatorProcess):
 
 def everything(cluster: Kubectl) -> set[str]:
     """Names of all objects of all kinds, but for what comes and goes by itself: events, and what namespaces have."""
-    found = set()
-    kinds = cluster.kubectl("api-resources", "--verbs=list", "-o", "name").split()
-    asked = ",".join(kind for kind in kinds if not kind.startswith(("events", "componentstatuses")))
-    for tree in json.loads(cluster.kubectl("get", asked, "-A", "-o", "json"))["items"]:
+    found: set[str] = set()
+    trees: list[Tree] = []
+
+    def listed() -> bool:
+        nonlocal trees
+        kinds = cluster.kubectl("api-resources", "--verbs=list", "-o", "name").split()
+        asked = ",".join(kind for kind in kinds if not kind.startswith(("events", "componentstatuses")))
+        done = cluster.run("get", asked, "-A", "-o", "json", check=False)
+        trees = json.loads(done.stdout)["items"] if done.returncode == 0 else []
+        return done.returncode == 0
+
+    eventually(listed)  # a kind whose definition has just gone is still among them for a moment
+    for tree in trees:
         meta = tree["metadata"]
         place = f"{tree['kind']} {meta.get('namespace', '')}/{meta['name']}"
         # The API server's own, which it makes for each definition, and renews.
@@ -123,14 +132,18 @@ def new_namespace(cluster: Kubectl, prefix: str, **labels: str) -> Iterator[str]
     name = f"{prefix}-{uuid.uuid4().hex[:8]}"
     tree = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
     cluster.kubectl("create", "-f", "-", stdin=json.dumps(tree))
+    # It comes a moment later, and would be one more of `everything` than there was.
+    eventually(lambda: cluster.get("serviceaccount", "default", name) is not None)
     yield name
     cluster.kubectl("delete", "namespace", name, "--ignore-not-found", "--wait=false")
 
 
 def established(cluster: Kubectl, *names: str) -> None:
-    """`kubectl wait` fails where there are no conditions yet."""
+    """Returns once their objects can be asked for. `kubectl wait` fails where there are no conditions yet."""
     words = ["wait", "--for=condition=Established", "--timeout=30s", *(f"crd/{name}" for name in names)]
     eventually(lambda: cluster.run(*words, check=False).returncode == 0)
+    # kubectl knows them by discovery, which follows later.
+    eventually(lambda: cluster.run("get", ",".join(names), "-A", check=False).returncode == 0)
 
 
 def applied(cluster: Kubectl, tree: Tree, where: str) -> None:
@@ -163,6 +176,7 @@ def work_through(cluster: ControlPlane, where: str, sender: Sender) -> None:
     # One receiver needs no budget.
     cluster.kubectl("-n", where, "scale", "ws/demo", "--replicas=1")
     eventually(lambda: cluster.list("poddisruptionbudgets", where) == [])
+    eventually(lambda: len(cluster.list("pods", where)) == 2)  # else the next three may be those that were there
     cluster.kubectl("-n", where, "scale", "ws/demo", "--replicas=2")
     eventually(lambda: len(cluster.list("pods", where)) == 3)
     run_pods(cluster, where, sender)

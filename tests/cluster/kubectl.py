@@ -11,6 +11,10 @@ from typing import Any
 
 Tree = dict[str, Any]
 
+WAIT = "--timeout=150s"
+"""Of a kubectl that waits. Only ends what would not end: a machine may stall for a minute."""
+RUN_SECONDS = 180.0
+
 
 class Kubectl:
     """Asks and tells a cluster by its `kubeconfig`. `program`: kubectl; `home`: where it keeps its cache."""
@@ -24,7 +28,7 @@ class Kubectl:
         return [str(self.program), *arguments]
 
     def run(
-        self, *arguments: str, stdin: str = "", check: bool = True, timeout: float = 60
+        self, *arguments: str, stdin: str = "", check: bool = True, timeout: float = RUN_SECONDS
     ) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
             self.command(*arguments),

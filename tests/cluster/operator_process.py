@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from control_plane import ControlPlane, Tree, end_with_parent
+from kubectl import Kubectl
 from loopback import addresses
 from weightsync_agent.http import AgentServer
 from weightsync_api.reports import AgentReport, AgentState, MemorySample, ReceiverStep, Report, StepReport
@@ -44,6 +45,15 @@ def eventually(what: Callable[[], bool], seconds: float = WAIT_SECONDS, every: f
         assert time.monotonic() - began < seconds, f"it did not come about within {seconds:g} s"
         time.sleep(every)
     return time.monotonic() - began
+
+
+def until_refused(cluster: Kubectl, namespace: str, words: str, *command: str) -> None:
+    """Returns once a kubectl that would make something is refused in these words.
+
+    The API server's admission hears of a quota or of a namespace's label a moment after it is there.
+    """
+    command = ("-n", namespace, *command, "--dry-run=server")
+    eventually(lambda: words in cluster.run(*command, check=False).stderr)
 
 
 class OperatorProcess:

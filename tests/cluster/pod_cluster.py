@@ -21,15 +21,15 @@ from typing import Any, Self
 
 import pytest
 from control_plane import HERE, programs
-from helm import CHART, CRD, Helm
-from kubectl import Kubectl, Tree
+from helm import CHART, CRD, Helm, established
+from kubectl import WAIT, Kubectl, Tree
 from operator_process import eventually
 
 SYSTEM = "weightsync-system"
 RELEASE = "weightsync"
 FAILED = pytest.StashKey[bool]()
 """Of a test that failed."""
-STARTED_SECONDS = 240.0
+STARTED_SECONDS = 400.0
 """For an agent's start: torch is imported from a cold disk by several processes at a time."""
 RESTRICTED = "pod-security.kubernetes.io/enforce=restricted"
 MODEL = {
@@ -107,19 +107,20 @@ class PodCluster(Kubectl):
         ours = [f"--set={at}.repository=weightsync/{name},{at}.tag=dev" for at, name in images.items()]
         chosen = shlex.split(os.environ.get("WEIGHTSYNC_HELM_ARGS", "")) or ours
         words = ("upgrade", "--install", RELEASE, str(CHART), "-n", SYSTEM, "--create-namespace", "--wait")
-        done = self.helm.run(*words, *chosen, *arguments, check=False, timeout=300)
+        done = self.helm.run(*words, *chosen, *arguments, check=False, timeout=330)
         assert done.returncode == 0, f"{done.stderr}\n{self.told(SYSTEM)}"
+        established(self, CRD)
 
     def uninstall(self) -> None:
-        self.helm.run("uninstall", RELEASE, "-n", SYSTEM, "--wait", "--ignore-not-found")
-        self.run("delete", "crd", CRD, "--ignore-not-found", timeout=120)
-        self.run("delete", "namespace", SYSTEM, "--ignore-not-found", timeout=120)
+        self.helm.run("uninstall", RELEASE, "-n", SYSTEM, "--wait", "--ignore-not-found", timeout=330)
+        self.run("delete", "crd", CRD, "--ignore-not-found")
+        self.run("delete", "namespace", SYSTEM, "--ignore-not-found")
 
     def scale_operator(self, replicas: int) -> None:
         """Returns once so many run."""
         self.kubectl("-n", SYSTEM, "scale", f"deployment/{RELEASE}", f"--replicas={replicas}")
         if replicas:
-            self.kubectl("-n", SYSTEM, "rollout", "status", f"deployment/{RELEASE}", "--timeout=50s")
+            self.kubectl("-n", SYSTEM, "rollout", "status", f"deployment/{RELEASE}", WAIT)
         else:
             eventually(lambda: not self.list("pods", SYSTEM))
 
@@ -138,7 +139,7 @@ class PodCluster(Kubectl):
         try:
             yield name
         finally:
-            self.run("delete", "namespace", name, timeout=120)
+            self.run("delete", "namespace", name)
 
     def told(self, namespace: str) -> str:
         """What a person would look at first."""
@@ -222,7 +223,7 @@ class WeightSyncOnCluster:
         words = ("wait", "--for=condition=Ready", f"ws/{self.name}", f"--timeout={seconds:.0f}s")
         self.cluster.run("-n", self.namespace, *words, timeout=seconds + 30)
 
-    def wait_step(self, number: int, seconds: float = 60) -> Tree:
+    def wait_step(self, number: int, seconds: float = STARTED_SECONDS) -> Tree:
         """The status, once this step is in it."""
         eventually(lambda: self.step() >= number, seconds)
         return self.status()

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from control_plane import Tree
-from operator_process import eventually, manifest
+from operator_process import manifest, until_refused
 from reconciling import Operator, applied, children, condition, pod_count
 
 POD_SPEC: Tree = {"containers": [{"name": "mine", "image": "mine:1"}]}
@@ -144,9 +144,7 @@ def test_a_template_with_a_host_s_namespace_is_a_condition_and_nothing_is_made(o
 def test_a_namespace_that_takes_no_more_objects_is_a_condition_that_quotes_it(operator: Operator) -> None:
     kubectl = operator.cluster.kubectl
     kubectl("-n", operator.namespace, "create", "quota", "full", "--hard=secrets=0,count/statefulsets.apps=0")
-    eventually(
-        lambda: "used" in (operator.cluster.get("resourcequota", "full", operator.namespace) or {}).get("status", {})
-    )
+    until_refused(operator.cluster, operator.namespace, "exceeded quota: full", "create", "secret", "generic", "probe")
     applied(operator, manifest())
     operator.passes("demo", "demo")
     status, reason, message = condition(operator, "Ready")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from control_plane import ControlPlane, Tree
-from operator_process import eventually
+from operator_process import until_refused
 from weightsync_operator.pod_security import beyond_restricted
 
 SECURITY: Tree = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
@@ -64,7 +64,7 @@ def pod(name: str, change: Tree) -> Tree:
 def refusals(cluster: ControlPlane, namespace: str) -> dict[str, str]:
     """What a namespace of the level says of each case that it refuses."""
     cluster.kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted")
-    eventually(lambda: cluster.get("serviceaccount", "default", namespace) is not None)
+    until_refused(cluster, namespace, "violates PodSecurity", "run", "probe", "--image=probe:1")
     trees = [pod(name, change) for name, change in CASES.items()]
     every: dict[str, Any] = {"apiVersion": "v1", "kind": "List", "items": trees}
     done = cluster.run("-n", namespace, "create", "--dry-run=server", "-f", "-", stdin=json.dumps(every), check=False)

@@ -14,7 +14,7 @@ from helm import (
     pod_uids,
     work_through,
 )
-from kubectl import Kubectl, Tree
+from kubectl import WAIT, Kubectl, Tree
 from operator_process import Sender, eventually, manifest
 
 
@@ -30,6 +30,8 @@ def test_the_installed_operator_may_do_all_it_does_and_nothing_else(
         plane.kubectl("-n", team, "patch", "ws/demo", "--type=merge", "-p", '{"spec": {"agent": {"image": "agent:2"}}}')
         eventually(lambda: len(after := pod_uids(plane, team)) == 3 and not before & set(after.values()))
         assert operator.forbidden() == []
+        # What it did last is seen a moment before it is in the log.
+        eventually(lambda: ("delete", "pods") in {granted(event) for event in operator.requests()})
         used = {granted(event) for event in operator.requests()}
     allowed = rights(plane, "clusterrole/weightsync") | rights(plane, "role/weightsync-lease", home)
     assert {right for right in used if not right[1].startswith("/")} <= allowed
@@ -76,7 +78,7 @@ def test_one_of_its_namespaces_that_goes_does_not_stop_the_operator_of_several(
         helm.install(home, "--set", f"watchNamespaces={{{team},{gone}}}")
         with InstalledOperator(plane, home) as operator:
             eventually(lambda: operator.get("readyz") == "ok\n")
-            plane.kubectl("delete", "namespace", gone, "--timeout=50s")
+            plane.kubectl("delete", "namespace", gone, WAIT)
             applied(plane, manifest("before"), team)
             eventually(lambda: len(plane.list("pods", team)) == 2)
             operator.process.terminate()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from control_plane import ControlPlane, Tree
+from kubectl import WAIT
 from operator_process import OperatorProcess, Sender, eventually, manifest, run_pods
 from reconciling import Operator, applied, condition
 from weightsync_api.crd import render
@@ -44,7 +45,7 @@ def later_definition(cluster: ControlPlane, namespace: str) -> Iterator[None]:
         eventually(serves_it)
         yield
     finally:
-        cluster.kubectl("-n", namespace, "delete", "weightsyncs", "--all", "--timeout=60s")
+        cluster.kubectl("-n", namespace, "delete", "weightsyncs", "--all", WAIT)
         install(yaml.safe_load(render()))
         eventually(lambda: not serves_it())
 

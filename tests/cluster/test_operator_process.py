@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 from control_plane import ControlPlane, Tree
-from operator_process import OperatorProcess, Sender, eventually, manifest, run_pods
+from helm import applied
+from kubectl import WAIT
+from operator_process import OperatorProcess, Sender, eventually, manifest, run_pods, until_refused
 
 
 @pytest.fixture
@@ -58,7 +60,7 @@ def test_from_apply_to_ready_and_every_step_is_in_the_status(
         eventually(lambda: pods(cluster, namespace) == 2)
         run_pods(cluster, namespace, sender)
         sender.step()
-        cluster.kubectl("-n", namespace, "wait", "--for=condition=Ready", "ws/demo", "--timeout=50s")
+        cluster.kubectl("-n", namespace, "wait", "--for=condition=Ready", "ws/demo", WAIT)
         for number in range(2, 5):
             ended = sender.step()
             eventually(lambda n=number: status(cluster, namespace).get("step") == n)  # type: ignore[misc]
@@ -119,10 +121,10 @@ def test_a_cold_start_writes_nothing_where_nothing_differs(
         eventually(lambda: all(scheduler_is_quoted(cluster, namespace, name) for name in ("demo", "other")))
         first.process.send_signal(signal.SIGTERM)
         assert first.ended() == 0
-    before = cluster.writes()
+    since = time.time()
     with OperatorProcess(cluster, "-n", namespace) as second:
         eventually(lambda: second.passes("unchanged") >= 2)
-        assert cluster.writes()[len(before) :] == []
+        assert cluster.writes(since) == []
         assert second.passes("written|failed") == 0
 
 
@@ -135,10 +137,11 @@ def test_an_idle_operator_asks_the_api_server_nothing_and_ends_at_once(
         run_pods(cluster, namespace, sender)
         sender.step()
         eventually(lambda: settled(cluster, namespace))
-        before = len(list(cluster.audit()))
+        since = time.time()
         time.sleep(5)
         # Once a minute, and half a minute after its start, it compares what it knows with all there is: page by page.
-        later = [e for e in list(cluster.audit())[before:] if e["verb"] != "watch" and "limit=" not in e["requestURI"]]
+        asked = cluster.audit(since=since)
+        later = [e for e in asked if e["verb"] != "watch" and "limit=" not in e["requestURI"]]
         assert later == []
         maps = Path(f"/proc/{operator.process.pid}/maps").read_text()
         assert "torch" not in maps, "it has nothing to do with tensors"
@@ -188,7 +191,7 @@ def test_a_restarted_api_server_is_survived(cluster: ControlPlane, namespace: st
         cluster.kill("kube-apiserver")
         cluster.start("kube-apiserver")
         cluster.until_ready()
-        assert cluster.apply(manifest("after"), namespace).returncode == 0
+        applied(cluster, manifest("after"), namespace)  # the definition is served some moments later
         eventually(lambda: pods(cluster, namespace) == 4)
         assert operator.process.poll() is None
 
@@ -235,7 +238,7 @@ def test_an_operator_whose_lease_is_taken_ends_with_1(cluster: ControlPlane, nam
 
 def test_what_only_events_tell_is_in_the_condition_soon(cluster: ControlPlane, namespace: str) -> None:
     cluster.kubectl("-n", namespace, "create", "quota", "none", "--hard=pods=0")
-    eventually(lambda: "used" in (cluster.get("resourcequota", "none", namespace) or {}).get("status", {}))
+    until_refused(cluster, namespace, "exceeded quota: none", "run", "probe", "--image=probe:1")
     with OperatorProcess(cluster, "-n", namespace):
         assert cluster.apply(manifest(), namespace).returncode == 0
         began = time.monotonic()
@@ -259,11 +262,11 @@ def test_a_restart_takes_nothing_back_and_repeats_nothing(
         run_pods(cluster, namespace, sender)
         sender.step()
         eventually(lambda: settled(cluster, namespace))
-    before = cluster.writes()
+    since = time.time()
     with OperatorProcess(cluster, "-n", namespace) as second:
         eventually(lambda: second.passes("unchanged") >= 1)
-        assert cluster.writes()[len(before) :] == []
+        assert cluster.writes(since) == []
         sender.step()
         eventually(lambda: status(cluster, namespace)["step"] == 2)
-        eventually(lambda: cluster.writes()[len(before) :] != [])  # the API server notes it once it has answered
-        assert cluster.writes()[len(before) :] == ["patch weightsyncs/status demo"]
+        eventually(lambda: cluster.writes(since) != [])  # the API server notes it once it has answered
+        assert cluster.writes(since) == ["patch weightsyncs/status demo"]

@@ -18,7 +18,7 @@ from pod_cluster import (
     uids,
 )
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 Tree = dict[str, Any]
 
@@ -60,6 +60,7 @@ def test_a_crashed_receiver_comes_back_and_is_whole_one_step_later(pod_cluster: 
     broken = ws.step()
     eventually(lambda: ws.condition().get("status") == "True", STARTED_SECONDS)
     status = ws.wait_step(broken + 1)
+    eventually(lambda: restarts(ws.pods()["demo-receivers-1"]) > 0)  # the kubelet tells when it comes to it
     # Whole, and as far as the others: it took one step to have it all.
     assert {a["state"] for a in status["agents"] if a["rank"]} == {"Synced"}
     after = uids(ws.pods())
@@ -78,7 +79,10 @@ def test_a_crashed_sender_goes_on_at_the_next_step(pod_cluster: PodCluster, pod_
     status = ws.wait_step(last + 3, STARTED_SECONDS)
     eventually(lambda: ws.condition().get("status") == "True")
     complete = [step["step"] for step in status["history"] if step["complete"]]
-    assert complete == list(range(complete[0], complete[0] + len(complete))), complete
+    # The new sender counts on from what its receivers hold: of a step that was whole as the old one died, before
+    # anyone had read its report, nobody can tell.
+    assert complete == sorted(set(complete)), complete
+    assert len(complete) >= complete[-1] - complete[0], complete
     assert uids(ws.pods())["demo-receivers-0"] == receivers
 
 
@@ -134,14 +138,16 @@ def test_a_pod_that_used_too_much_memory_is_told(pod_cluster: PodCluster, pod_na
 
 
 def test_a_failing_probe_is_quoted(pod_cluster: PodCluster, pod_namespace: str) -> None:
-    probe = {"exec": {"command": ["ls", "/no-such-file"]}, "periodSeconds": 1, "failureThreshold": 2}
+    # Of a probe that outlasts its time nobody would see what it says.
+    times = {"periodSeconds": 1, "failureThreshold": 2, "timeoutSeconds": 60}
+    probe = {"exec": {"command": ["ls", "/no-such-file"]}, **times}
     tree = manifest_with("receivers", startupProbe=probe)
     ws = pod_cluster.make(pod_namespace, tree)
 
     def restarted() -> bool:
         return restarts(ws.pods().get("demo-receivers-0", {"status": {}})) >= 1
 
-    eventually(event(ws, "probe failed"), 120)
+    eventually(event(ws, "probe failed"), STARTED_SECONDS)
     cause_then_condition(ws, restarted, ["ProbeFailed"], ["demo-receivers-0", "no-such-file"])
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 
 import pytest
+from kubectl import WAIT, Tree
 from operator_process import eventually
 from pod_cluster import STARTED_SECONDS, PodCluster, WeightSyncOnCluster, manifest, must_not_skip
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 CONTROL, HTTP, ENGINE = 7400, 8080, 9000
 TRY = """
 import socket, sys
 try:
-    socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=3).close()
+    socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=float(sys.argv[3])).close()
     print("reached")
 except OSError as error:
     print("refused" if isinstance(error, ConnectionRefusedError) else "no answer")
@@ -53,12 +54,12 @@ def stranger(cluster: PodCluster, namespace: str, image: str) -> None:
         },
     }
     assert cluster.apply(pod, namespace).returncode == 0
-    cluster.run("-n", namespace, "wait", "--for=condition=Ready", "pod/stranger", "--timeout=50s")
+    cluster.run("-n", namespace, "wait", "--for=condition=Ready", "pod/stranger", WAIT)
 
 
-def tries(ws: WeightSyncOnCluster, namespace: str, pod: str, address: str, port: int) -> str:
-    """What becomes of a connection from a pod."""
-    words = ("-n", namespace, "exec", pod, "--", "python3", "-c", TRY, address, str(port))
+def tries(ws: WeightSyncOnCluster, namespace: str, pod: str, address: str, port: int, seconds: float = 60) -> str:
+    """What becomes of a connection from a pod. `seconds`: after which there is no answer."""
+    words = ("-n", namespace, "exec", pod, "--", "python3", "-c", TRY, address, str(port), str(seconds))
     return ws.cluster.kubectl(*words).strip()
 
 
@@ -80,9 +81,9 @@ def test_the_group_and_the_operator_reach_agents_and_nobody_else_does(
     with pod_cluster.namespace() as elsewhere:
         for namespace in (elsewhere, pod_namespace):
             stranger(pod_cluster, namespace, image)
-            assert tries(ws, namespace, "stranger", sender, CONTROL) == "no answer"
-            assert tries(ws, namespace, "stranger", sender, HTTP) == "no answer"
-            assert tries(ws, namespace, "stranger", receiver, HTTP) == "no answer"
+            assert tries(ws, namespace, "stranger", sender, CONTROL, 3) == "no answer"
+            assert tries(ws, namespace, "stranger", sender, HTTP, 3) == "no answer"
+            assert tries(ws, namespace, "stranger", receiver, HTTP, 3) == "no answer"
             # Nobody listens there; the policy lets it through to be told so.
             assert tries(ws, namespace, "stranger", receiver, ENGINE) == "refused"
     assert tries(ws, pod_namespace, "demo-receivers-0", sender, CONTROL) == "reached"
@@ -90,5 +91,8 @@ def test_the_group_and_the_operator_reach_agents_and_nobody_else_does(
     # The operator reads reports, and the kubelet's probes go on.
     step = ws.step()
     eventually(lambda: ws.step() >= step + 3)
-    assert ws.condition()["status"] == "True"
-    assert all(status["ready"] for pod in ws.pods().values() for status in pod["status"]["containerStatuses"])
+    eventually(lambda: ws.condition()["status"] == "True" and all(ready(pod) for pod in ws.pods().values()))
+
+
+def ready(pod: Tree) -> bool:
+    return all(status["ready"] for status in pod["status"]["containerStatuses"])

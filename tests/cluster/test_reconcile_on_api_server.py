@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from control_plane import Tree
-from operator_process import eventually, manifest
+from operator_process import eventually, manifest, until_refused
 from reconciling import Operator, applied, children, condition, pod_count, unscheduled_pods
 
 
@@ -176,12 +176,7 @@ def test_a_pod_that_can_t_be_scheduled_is_a_condition_that_quotes_the_scheduler(
 def test_a_quota_that_forbids_the_pods_is_a_condition_that_quotes_it(operator: Operator) -> None:
     kubectl = operator.cluster.kubectl
     kubectl("-n", operator.namespace, "create", "quota", "none", "--hard=pods=0")
-
-    def counted() -> bool:
-        quota = operator.cluster.get("resourcequota", "none", operator.namespace)
-        return quota is not None and "used" in quota.get("status", {})
-
-    eventually(counted)
+    until_refused(operator.cluster, operator.namespace, "exceeded quota: none", "run", "probe", "--image=probe:1")
     applied(operator, manifest())
     operator.passes("demo")
 
@@ -200,6 +195,7 @@ def test_a_quota_that_forbids_the_pods_is_a_condition_that_quotes_it(operator: O
 def test_the_restricted_level_takes_the_pods_and_host_memory_is_refused_with_a_sentence(operator: Operator) -> None:
     label = "pod-security.kubernetes.io/enforce=restricted"
     operator.cluster.kubectl("label", "namespace", operator.namespace, label)
+    until_refused(operator.cluster, operator.namespace, "violates PodSecurity", "run", "probe", "--image=probe:1")
     applied(operator, manifest("plain"))
     applied(operator, manifest("host", network={"sharedMemory": "Host"}))
     operator.passes("plain", "host")

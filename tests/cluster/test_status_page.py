@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from control_plane import ControlPlane, Tree
+from kubectl import WAIT
 from operator_process import OperatorProcess, Sender, eventually, manifest, run_pods
 
 PAGE = Path(__file__).parents[2] / "docs" / "status.md"
@@ -38,7 +39,7 @@ def shown(cluster: ControlPlane, namespace: str) -> Iterator[str]:
                 sender.step()
                 eventually(lambda n=number: status(cluster, namespace).get("step") == n)  # type: ignore[misc]
             # Every pod is seen as running by then.
-            cluster.kubectl("-n", namespace, "wait", "--for=condition=Ready", f"ws/{NAME}", "--timeout=50s")
+            cluster.kubectl("-n", namespace, "wait", "--for=condition=Ready", f"ws/{NAME}", WAIT)
             yield namespace
     finally:
         sender.close()
