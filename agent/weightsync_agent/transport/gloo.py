@@ -26,7 +26,7 @@ from ..deadline import Deadline
 from ..digest import tensor_digest, tensor_digests
 from ..errors import TransportError, ViewsRetained
 from ..host_memory import HostMemory
-from ..manifest import ALIGNMENT, Manifest, align
+from ..manifest import Manifest, align
 from ..protocol import Joined, Regroup, Regrouped, Welcome
 from ..targets import Target
 from .base import ReceiveChannel, ReceiverTransport, SendChannel, SenderTransport, SendPlan
@@ -34,6 +34,7 @@ from .collective import hear_reason, presence
 from .gloo_group import Flow, GlooGroup, first_line, span
 from .group_plan import Bucket, GroupPlan, Op, Straight, group_plan, straight_bytes
 from .handover import Handover
+from .host_slots import HostSlots
 
 ROUTE = "Gloo/TCP"
 
@@ -49,8 +50,7 @@ class GlooSender(SenderTransport):
         self.moves: GroupPlan = group_plan(
             plan.manifest, plan.bucket_bytes, straight_bytes(plan.mode, plan.bucket_bytes)
         )
-        self._slots = _make_slots(self.moves, plan.slots)
-        self._views = [slot.tensor() for slot in self._slots]
+        self._slots = _slots(self.moves, plan.slots)
         self._bounce: torch.Tensor | None = None
         self._plans: list[CopyPlan] = []
         self.replan()
@@ -63,7 +63,7 @@ class GlooSender(SenderTransport):
         if self.plan.gather is not None:
             return False
         self._plans = [
-            CopyPlan(pack_pairs(self.plan.tensors, op.pieces, self._views[op.index % len(self._views)], Bounces()))
+            CopyPlan(pack_pairs(self.plan.tensors, op.pieces, self._slots.of(op.index), Bounces()))
             for op in self.moves.ops
             if isinstance(op, Bucket)
         ]
@@ -77,7 +77,7 @@ class GlooSender(SenderTransport):
 
     @property
     def owned_bytes(self) -> int:
-        return sum(slot.nbytes for slot in self._slots)
+        return self._slots.nbytes
 
     def regroup(self, epoch: int, ranks: Sequence[int], timeout: float) -> Regroup:
         self._drop_group()
@@ -149,10 +149,10 @@ class GlooSender(SenderTransport):
 
     def _move(self, flow: Flow, op: Op) -> None:
         if isinstance(op, Bucket):
-            place = op.index % len(self._views)
+            place = self._slots.place(op.index)
             flow.free(place)
             self._plans[op.index].run()
-            flow.move(self._views[place][: op.nbytes], place)
+            flow.move(self._slots.of(op.index)[: op.nbytes], place)
             return
         tensor = self.plan.tensors[op.tensor].detach()
         if self._plain(op):
@@ -170,11 +170,11 @@ class GlooSender(SenderTransport):
         if isinstance(op, Straight):
             flow.move(byte_view(whole[0]), "gathered")
             return
-        place = op.index % len(self._views)
+        slot, place = self._slots.of(op.index), self._slots.place(op.index)
         flow.free(place)
         for piece, tensor in zip(op.pieces, whole, strict=True):
-            self._views[place][piece.bucket_offset : piece.bucket_offset + piece.nbytes].copy_(byte_view(tensor))
-        flow.move(self._views[place][: op.nbytes], place)
+            slot[piece.bucket_offset : piece.bucket_offset + piece.nbytes].copy_(byte_view(tensor))
+        flow.move(slot[: op.nbytes], place)
 
     def _plain(self, op: Straight) -> bool:
         return is_plain(self.plan.tensors[op.tensor])
@@ -192,10 +192,7 @@ class GlooSender(SenderTransport):
         self._drop_group()
         self._store = None
         self._plans.clear()
-        self._views = []
-        for slot in self._slots:
-            slot.close()
-        self._slots = []
+        self._slots.close()
 
 
 class GlooReceiver(ReceiverTransport):
@@ -203,8 +200,8 @@ class GlooReceiver(ReceiverTransport):
         super().__init__(welcome, manifest, target)
         self._interface = config.interface
         self._group: GlooGroup | None = None
-        self._staging: list[HostMemory] = []
-        self._views: list[torch.Tensor] = []
+        self._slots = HostSlots()
+        self._landing: HostMemory | None = None
         self._plans: list[CopyPlan] = []
         self._bounce: torch.Tensor | None = None
         self._also: dict[int, list[int]] = {}
@@ -218,18 +215,15 @@ class GlooReceiver(ReceiverTransport):
 
     @property
     def owned_bytes(self) -> int:
-        return sum(memory.nbytes for memory in self._staging)
+        return self._slots.nbytes + (self._landing.nbytes if self._landing is not None else 0)
 
     def join(self, deadline: Deadline) -> Joined:
         if self.target.in_place:
-            self._staging = _make_slots(self.moves, self.welcome.slots)
-            self._views = [memory.tensor() for memory in self._staging]
+            self._slots = _slots(self.moves, self.welcome.slots)
             tensors = self.target.destinations()
             self._also = separate_aliases(self.manifest, tensors)
             self._plans = [
-                CopyPlan(
-                    unpack_pairs(tensors, op.pieces, self._views[op.index % len(self._views)], Bounces(), self._also)
-                )
+                CopyPlan(unpack_pairs(tensors, op.pieces, self._slots.of(op.index), Bounces(), self._also))
                 for op in self.moves.ops
                 if isinstance(op, Bucket)
             ]
@@ -241,7 +235,7 @@ class GlooReceiver(ReceiverTransport):
         else:
             largest = max((op.nbytes for op in self.moves.ops), default=0)
             if largest:
-                self._staging = [HostMemory.create(max(align(largest), mmap.PAGESIZE), "weightsync-landing")]
+                self._landing = HostMemory.create(max(align(largest), mmap.PAGESIZE), "weightsync-landing")
             self._handover = Handover(
                 self.manifest, self.target, torch.device("cpu"), lambda _, views: tensor_digests(views)
             )
@@ -284,9 +278,9 @@ class GlooReceiver(ReceiverTransport):
         tensors = self.target.destinations()
         for op in self.moves.ops:
             if isinstance(op, Bucket):
-                place = op.index % len(self._views)
+                place = self._slots.place(op.index)
                 flow.free(place)
-                flow.move(self._views[place][: op.nbytes], place, self._plans[op.index].run)
+                flow.move(self._slots.of(op.index)[: op.nbytes], place, self._plans[op.index].run)
                 continue
             tensor = tensors[op.tensor].detach()
             then = self._finisher(op, tensors)
@@ -320,12 +314,13 @@ class GlooReceiver(ReceiverTransport):
         assert self._handover is not None
         self._handover.begin()
         for op in self.moves.ops:
-            staging = self._staging[0]
-            flow.move(staging.tensor()[: op.nbytes], "landing")
+            landing = self._landing
+            assert landing is not None
+            flow.move(landing.tensor()[: op.nbytes], "landing")
             flow.free("landing")
-            self._handover.load(op, staging.window(), verify)
+            self._handover.load(op, landing.window(), verify)
             try:
-                staging.end_window()
+                landing.end_window()
             except ViewsRetained as error:
                 names = ", ".join(self.manifest.tensors[piece.tensor].name for piece in op.pieces[:3])
                 raise ViewsRetained(f"{names}{', ...' if len(op.pieces) > 3 else ''}: {error}") from None
@@ -342,15 +337,15 @@ class GlooReceiver(ReceiverTransport):
 
     def close(self) -> None:
         self._drop_group()
-        self._plans, self._views, self._handover = [], [], None
-        for memory in self._staging:
-            memory.close()
-        self._staging = []
+        self._plans, self._handover = [], None
+        self._slots.close()
+        if self._landing is not None:
+            self._landing.close()
+            self._landing = None
 
 
-def _make_slots(moves: GroupPlan, slots: int) -> list[HostMemory]:
-    size = max(align(moves.slot_bytes), ALIGNMENT, mmap.PAGESIZE)
-    return [HostMemory.create(size, "weightsync-slot") for _ in range(min(slots, moves.buckets))]
+def _slots(moves: GroupPlan, slots: int) -> HostSlots:
+    return HostSlots(moves.slot_bytes, min(slots, moves.buckets))
 
 
 def _prefix(regroup: Regroup) -> str:

@@ -9,7 +9,6 @@ message a bucket each way, so that the sender fills a slot while the receivers e
 
 from __future__ import annotations
 
-import mmap
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,12 +21,13 @@ from ..deadline import Deadline
 from ..digest import tensor_digest, tensor_digests
 from ..errors import ConfigError, SelfTestFailed, TransportError
 from ..host_memory import HostMemory
-from ..manifest import Manifest, align, layout
+from ..manifest import Manifest, layout
 from ..protocol import Bucket, Identity, Joined, Offer, Region, Welcome
 from ..targets import Target
 from .base import ReceiveChannel, SendChannel, SendPlan
 from .control import Control, MappedReceiver, MappedSender, Shared
 from .descriptors import DescriptorServer, fetch_descriptors
+from .host_slots import HostSlots
 from .staging import Loader
 
 ROUTE = "SharedMemory"
@@ -51,7 +51,7 @@ class SharedMemorySender(MappedSender[_Export]):
     def __init__(self, plan: SendPlan) -> None:
         super().__init__(plan)
         self._server = DescriptorServer(plan.runtime_dir)
-        self._slots: list[HostMemory] = []
+        self._slots = HostSlots()
         self._plans: list[CopyPlan] = []
         if plan.mode == "Direct":
             if not isinstance(plan.arena, HostMemory):
@@ -64,13 +64,12 @@ class SharedMemorySender(MappedSender[_Export]):
         self._layout = layout(plan.manifest, plan.bucket_bytes)
         used = max((self._layout.used_bytes(b) for b in range(len(self._layout.buckets))), default=0)
         count = max(1, min(plan.slots, len(self._layout.buckets)))
-        self._slots = [HostMemory.create(max(align(used), mmap.PAGESIZE), "weightsync-slot") for _ in range(count)]
-        self._views = [slot.tensor() for slot in self._slots]
+        self._slots = HostSlots(used, count)
         self.replan()
 
     def replan(self) -> bool:
         if self.plan.mode == "Packed" and self.plan.gather is None:
-            self._plans = pack_plans(self.plan.tensors, self._layout, self._views)
+            self._plans = pack_plans(self.plan.tensors, self._layout, self._slots.views)
         return False
 
     @property
@@ -80,7 +79,7 @@ class SharedMemorySender(MappedSender[_Export]):
     @property
     def owned_bytes(self) -> int:
         arena = self.plan.arena.nbytes if self.plan.arena is not None else 0
-        return arena + sum(slot.nbytes for slot in self._slots) + sum(e.nbytes for e in self._exports.values())
+        return arena + self._slots.nbytes + sum(e.nbytes for e in self._exports.values())
 
     def offer(self, identity: Identity) -> Offer:
         self.forget(identity.rank)
@@ -92,7 +91,7 @@ class SharedMemorySender(MappedSender[_Export]):
             assert isinstance(self.plan.arena, HostMemory)
             data, role = [self.plan.arena], "arena"
         else:
-            data, role = self._slots, "slot"
+            data, role = self._slots.memories, "slot"
         memories = [control.memory, self_test, *data]
         roles = ["control", "self-test", *[role] * len(data)]
         control.export(len(memories) - 1)
@@ -148,7 +147,7 @@ class SharedMemorySender(MappedSender[_Export]):
                 self._plans[bucket].run()
             else:
                 self._pack_gathered(bucket, digests, channel.verify)
-            channel.post(Bucket(step=channel.step, bucket=bucket, slot=bucket % len(self._slots)))
+            channel.post(Bucket(step=channel.step, bucket=bucket, slot=self._slots.place(bucket)))
         if self.plan.gather is not None:
             entries = self.plan.manifest.tensors
             values = (digests.get(i if e.alias is None else e.alias, 0) for i, e in enumerate(entries))
@@ -160,7 +159,7 @@ class SharedMemorySender(MappedSender[_Export]):
         pieces = self._layout.buckets[bucket]
         indices = [piece.tensor for piece in pieces]
         stand_ins = dict(zip(indices, self.plan.gather(indices), strict=True))
-        slot = self._views[bucket % len(self._views)]
+        slot = self._slots.of(bucket)
         for piece in pieces:
             tensor = byte_view(stand_ins[piece.tensor])
             slot[piece.bucket_offset : piece.bucket_offset + piece.nbytes].copy_(
@@ -183,10 +182,7 @@ class SharedMemorySender(MappedSender[_Export]):
             self.forget(rank)
         self._server.close()
         self._plans.clear()
-        self._views = []
-        for slot in self._slots:
-            slot.close()
-        self._slots = []
+        self._slots.close()
 
 
 class SharedMemoryReceiver(MappedReceiver):
