@@ -260,7 +260,7 @@ def test_silent_receiver_costs_the_ack_timeout_and_is_whole_later(place, group) 
         os.kill(receiver.process.pid, signal.SIGSTOP)  # alive, connected, and deaf
         patient = sender.config
         wait_for(sender, patient.model_copy(update={"ack_timeout_seconds": 1, "step_timeout_seconds": 3}))
-        with pytest.raises(StepFailed, match=r"rank 1.* within [13] s"):
+        with pytest.raises(StepFailed, match=r"rank 1.* within .* s"):
             sender.step()
         wait_for(sender, patient)
         os.kill(receiver.process.pid, signal.SIGCONT)
