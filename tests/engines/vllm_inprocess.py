@@ -10,18 +10,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import sys
 import tempfile
-import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import vllm_models
+from driver_end import run_driver
 from vllm_common import BUCKETS, PROMPTS, SHORT, agent_config
 from weightsync_agent.engines.vllm import AsyncVllmEngine, VllmEngine
 from weightsync_agent.sender import Sender
@@ -172,19 +169,5 @@ def main(mode: str, model: str, kind: str, seeds: str) -> None:
         {"llm": in_process, "calls": by_calls, "fresh": fresh}[mode](Path(model), kind, numbers)
 
 
-def leave(code: int) -> None:
-    """An engine outlives a driver that ends without it, and a driver with a broken engine can hang at its end."""
-    sys.stdout.flush()
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
-    os._exit(code)
-
-
 if __name__ == "__main__":
-    try:
-        main(*sys.argv[1:])
-    except BaseException:
-        traceback.print_exc()
-        leave(1)
-    leave(0)
+    run_driver(main)
