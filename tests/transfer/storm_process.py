@@ -21,7 +21,7 @@ SIZES = {"version": 1, "odd": 7, "large": 150_000, "larger": 200_003, "small": 1
 END, CALM = "end", "calm"
 """A file of this name in the runtime directory ends the sender, and its goodbye the receivers; or says that nothing
 befalls anybody, so that whatever a step waits for comes, however slow the machine."""
-CALM_SECONDS = 100.0
+CALM_SECONDS = 200.0
 """How long it may take until a step reaches all again: only a deadlock takes this long."""
 
 
