@@ -22,7 +22,7 @@ from helm import (
     rendered_test,
     work_through,
 )
-from kubectl import Kubectl, Tree
+from kubectl import WAIT, Kubectl, Tree
 from operator_process import Sender, eventually, manifest, run_pods
 from weightsync_api.crd import render
 
@@ -124,6 +124,12 @@ def test_nothing_is_left_at_uninstall_where_the_definition_is_not_kept(
     helm.install(home, "--set", "crds.keep=false")
     with InstalledOperator(plane, home) as operator:
         eventually(lambda: operator.get("readyz") == "ok\n")
+        # Kubernetes' garbage collector looks for new kinds each 30 s, and never misses owners of a kind that came and
+        # went in between: it collects the children of one first.
+        applied(plane, manifest("first"), team)
+        eventually(lambda: len(plane.list("pods", team)) == 2)
+        plane.kubectl("-n", team, "delete", "ws/first", WAIT)
+        eventually(lambda: plane.list("pods,statefulsets", team) == [])
         applied(plane, manifest(), team)
         eventually(lambda: len(plane.list("pods", team)) == 2)
         helm.uninstall(home)
