@@ -73,7 +73,7 @@ lock: | $(BIN)/python ## Pin what the images install anew: images/*.lock.
 test-gpu: $(GPU_READY) ## Run the tests that need a GPU; those that need two are skipped with one.
 	$(GPU_PYTHON) -m pytest $(PYTEST_ARGS) tests/gpu
 
-test-engines: $(VENV)/.test ## Run the tests with real engines: installs vLLM, verl, SGLang and TRL once (15 GB on disk), then 20 minutes.
+test-engines: $(VENV)/.test ## Run the tests with real engines: installs vLLM, verl, SGLang and TRL once (8 GB on disk), then 20 minutes.
 	@PYTHON=$(abspath $(BIN)/python) tests/engines/install.sh vllm verl sglang trainers
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/engines --ignore-glob='*/test_trainers_*'
 	$(ENGINES)/trainers/bin/python -m pytest $(PYTEST_ARGS) tests/engines/test_trainers_*.py

@@ -23,8 +23,9 @@ from weightsync_agent.protocol import Regroup, Welcome
 from weightsync_agent.targets import target_for
 from weightsync_agent.transport import group_plan
 from weightsync_agent.transport.base import SendPlan
-from weightsync_agent.transport.nccl import NcclReceiver, NcclSender
 from weightsync_agent.transport.nccl_end import Call, End
+from weightsync_agent.transport.nccl_receiver import NcclReceiver
+from weightsync_agent.transport.nccl_sender import NcclSender
 from weightsync_api.agent_config import AgentConfig
 from weightsync_api.v1alpha1.spec import Device, Transport
 

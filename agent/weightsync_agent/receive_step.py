@@ -32,6 +32,8 @@ class StepReceiver:
         self.in_step = False
         self.broken = 0
         """Steps that broke off."""
+        self.broken_by: type[Exception] | None = None
+        """What the last of them raised here: its kind alone, since an error's frames would hold views."""
         self._dealer = dealer
         self._standing = standing
         self._meter = meter
@@ -59,7 +61,7 @@ class StepReceiver:
             if begin.verify:
                 _verify(transport, commit)
         except Closed as closed:
-            self._broken(begin.step, str(closed))
+            self._broken(begin.step, Closed, str(closed))
             return None
         except Exception as error:  # an engine's load_weights may raise anything; the sender has to know
             self._errors[_kind(error)] += 1
@@ -70,7 +72,7 @@ class StepReceiver:
             self._dealer.post(
                 protocol.Error(step=begin.step, bucket=channel.bucket, received=channel.received, cause=cause[:65536])
             )
-            self._broken(begin.step, cause)
+            self._broken(begin.step, type(error), cause)
             return None
         finally:
             self.in_step = False
@@ -87,8 +89,9 @@ class StepReceiver:
             self._dealer.post(ack)
         return begin.step
 
-    def _broken(self, step: int, cause: str) -> None:
+    def _broken(self, step: int, kind: type[Exception], cause: str) -> None:
         self.broken += 1
+        self.broken_by = kind
         self._standing.memory = self._meter.after()
         self._standing.message = f"step {step} broke off: {cause}"
 

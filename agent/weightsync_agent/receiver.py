@@ -135,6 +135,11 @@ class Receiver:
         return self._steps.broken
 
     @property
+    def broken_by(self) -> type[Exception] | None:
+        """The kind of error that the last of them ended with here; Closed where the sender broke it off."""
+        return self._steps.broken_by
+
+    @property
     def state(self) -> AgentReport:
         """Identity, state and memory, for reports; any thread."""
         return self._standing.report()

@@ -202,15 +202,21 @@ def begin(callback: WeightSyncCallback, model: Any, folder: Path) -> tuple[Train
     return args, state
 
 
+def begin_before_the_engine_dies(
+    callback: WeightSyncCallback, model: Any, config: AgentConfig, folder: Path
+) -> tuple[TrainingArguments, TrainerState]:
+    engine = tiny.model(2)
+    with serving(ModelTarget(engine), engine, config):
+        return begin(callback, model, folder)
+
+
 def test_an_engine_that_comes_back_within_a_rollout_gets_the_weights_then(
     make_config: Callable[..., AgentConfig], tmp_path: Path
 ) -> None:
     """The next step comes only after the rollout, which waits for the engine."""
     config, model = make_config(bucket_bytes=65536), tiny.model(1)
     callback = WeightSyncCallback(config=config)
-    engine = tiny.model(2)
-    with serving(ModelTarget(engine), engine, config):
-        args, state = begin(callback, model, tmp_path)
+    args, state = begin_before_the_engine_dies(callback, model, config, tmp_path)
     engine = tiny.model(3)
     with serving(ModelTarget(engine), engine, config) as url:
         trainer = SimpleNamespace(
@@ -231,9 +237,7 @@ def test_training_waits_for_an_engine_that_comes_back_and_ends_where_none_does(
 ) -> None:
     config, model = make_config(bucket_bytes=65536), tiny.model(1)
     callback = WeightSyncCallback(config=config)
-    engine = tiny.model(2)
-    with serving(ModelTarget(engine), engine, config):
-        args, state = begin(callback, model, tmp_path)
+    args, state = begin_before_the_engine_dies(callback, model, config, tmp_path)
     update(model, 1)
     with ThreadPoolExecutor(1) as pool:
         state.global_step = 1

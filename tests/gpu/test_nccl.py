@@ -22,8 +22,8 @@ from weightsync_agent.errors import Refused, StepTimeout, TransportError, ViewsR
 from weightsync_agent.manifest import Manifest, TensorEntry, describe
 from weightsync_agent.protocol import Identity
 from weightsync_agent.transport.base import SendPlan
-from weightsync_agent.transport.nccl import NcclSender
 from weightsync_agent.transport.nccl_end import AHEAD
+from weightsync_agent.transport.nccl_sender import NcclSender
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: NCCL has one rank a GPU")

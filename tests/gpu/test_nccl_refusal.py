@@ -11,7 +11,7 @@ from weightsync_agent.errors import Refused
 from weightsync_agent.identity import local_identity
 from weightsync_agent.manifest import describe
 from weightsync_agent.transport.base import SendPlan
-from weightsync_agent.transport.nccl import NcclSender
+from weightsync_agent.transport.nccl_sender import NcclSender
 
 
 def test_one_host_id_for_pods_that_see_their_own_gpus_only_is_refused(

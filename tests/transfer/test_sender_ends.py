@@ -6,12 +6,14 @@ import os
 import socket
 import threading
 import weakref
+from contextlib import closing
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 import samples
 import zmq.auth
+from forked_child import idle_child
 from peers_by_hand import WAIT, eventually
 from weightsync_agent.errors import Closed, ConfigError
 from weightsync_agent.receiver import Receiver
@@ -92,13 +94,7 @@ def test_forked_child_holds_neither_the_endpoint_nor_a_connection_beyond_its_par
     joined(config)
     assert first.step().complete
     other = connected(endpoint)
-    stays, ends = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(ends)
-        os.read(stays, 1)  # as a worker that is forked and never executes anything
-        os._exit(0)
-    try:
+    with closing(other), idle_child():
         assert first.step().complete  # the parent's are untouched
         first.close()
         assert other.recv(1) == b"", "its connections end with it"
@@ -108,11 +104,6 @@ def test_forked_child_holds_neither_the_endpoint_nor_a_connection_beyond_its_par
             joined(config)  # the other's work ended with the goodbye
             with Sender(samples.mixed(0), config=config) as second:
                 assert second.step().complete
-    finally:
-        other.close()
-        os.close(ends)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        os.close(stays)
 
 
 @pytest.mark.parametrize("keys", [False, True])

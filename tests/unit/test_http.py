@@ -10,9 +10,11 @@ import socket
 import stat
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from forked_child import idle_child
 from http_group import *  # noqa: F403 - the fixtures
 from http_group import WAIT_SECONDS, Group, ask, report, until
 from loopback import addresses
@@ -184,13 +186,7 @@ def test_a_forked_child_holds_neither_the_port_nor_a_reader_beyond_its_parents_s
     reader = http.client.HTTPConnection(address, timeout=WAIT_SECONDS)
     reader.request("GET", "/healthz")
     assert reader.getresponse().read() == b"ok\n"
-    stays, ends = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(ends)
-        os.read(stays, 1)  # as a worker that is forked and never executes anything
-        os._exit(0)
-    try:
+    with closing(reader), idle_child():
         reader.request("GET", "/healthz")  # the same connection: the parent's is untouched
         assert reader.getresponse().read() == b"ok\n"
         assert ask(server, "/healthz")[0] == 200
@@ -199,11 +195,6 @@ def test_a_forked_child_holds_neither_the_port_nor_a_reader_beyond_its_parents_s
         again = AgentServer(group.sender, address, 0)
         assert ask(again, "/healthz")[0] == 200
         again.close()
-    finally:
-        reader.close()
-        os.close(ends)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        os.close(stays)
 
 
 def test_a_socket_is_for_its_user_alone_and_goes_with_the_server(group: Group, directory: Path) -> None:

@@ -35,8 +35,6 @@ RELEASED: Final = 0x7FFFFFFF
 """(int32)(RELEASED - v) >= 0 for every v from 0 to LARGEST: no wait holds against it."""
 
 PAGE_BYTES: Final = 4096
-WORDS_APART: Final = 16
-"""Words that different processes write belong this far apart: a cache line (64 bytes) each."""
 
 _POLL_SECONDS = 0.0005
 

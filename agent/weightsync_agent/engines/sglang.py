@@ -20,6 +20,7 @@ from typing import Any, Literal, Self
 
 import torch
 from weightsync_api.reports import AgentState, ReceiverStep, StepReport
+from weightsync_api.v1alpha1.status import MAX_MESSAGE
 
 from ..deadline import Deadline
 from ..errors import (
@@ -186,7 +187,7 @@ class SGLangSender:
                     else AgentState.TAINTED
                     if self.tainted
                     else AgentState.LOST,
-                    error=str(failure or "")[:4096],
+                    error=str(failure or "")[:MAX_MESSAGE],
                 )
             ],
             complete=failure is None,

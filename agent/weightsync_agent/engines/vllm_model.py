@@ -148,10 +148,6 @@ class VllmModel:
 
     # --- reload, layer by layer ---------------------------------------------------------------------------------
 
-    @property
-    def reloading(self) -> bool:
-        return self._reloading
-
     def load(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """A part of a reload; the first one begins it. vLLM keeps the tensors until their layer is complete: where
         their memory changes before, `copy_kept` has to come first.

@@ -185,7 +185,7 @@ class WorkerSync:
                 if receiver.broken != before:
                     # Now, as it may come again at once: what the loaders hold of it is not to be of the next one too.
                     target.abandon()
-                    if ViewsRetained.__name__ in receiver.state.message:
+                    if receiver.broken_by is ViewsRetained:
                         target.copy_all()
                 elif step is None and (before != broken or deadline.passed):
                     break

@@ -30,7 +30,7 @@ def sender_transport(transport: Transport, plan: SendPlan) -> SenderTransport:
             from .ipc_sender import IpcSender
 
             return IpcSender(plan)
-        from .nccl import NcclSender
+        from .nccl_sender import NcclSender
 
         return NcclSender(plan)
     if transport == Transport.IPC:
@@ -51,7 +51,7 @@ def receiver_transport(
             from .ipc_receiver import IpcReceiver
 
             return IpcReceiver(welcome, manifest, target, config, device)
-        from .nccl import NcclReceiver
+        from .nccl_receiver import NcclReceiver
 
         return NcclReceiver(welcome, manifest, target, config, device)
     if welcome.transport == "IPC":
