@@ -250,6 +250,10 @@ class Lobby:
             return
         try:
             self._transport.check_join(peer.rank, joined)
+        except FallBack as reason:
+            log.warning("%s: from now on through staging buckets: %s", peer.label, reason)
+            self._transport.fall_back(str(reason))
+            self._welcome_others(None)
         except SelfTestFailed as failure:
             peer.state, peer.message = AgentState.REFUSED, str(failure)
             self._errors["refused"] += 1

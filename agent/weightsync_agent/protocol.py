@@ -106,6 +106,9 @@ class Offer(BaseModel):
         description="Direct mode: (handle index, byte offset) of each tensor; None: one arena region, "
         "tensors at Manifest.arena_offsets",
     )
+    pusher: Identity | None = Field(
+        default=None, description="the sender, where it asks for the receiver's own tensors, to write into them"
+    )
 
 
 class Hello(Message):
@@ -153,6 +156,13 @@ class Joined(Message):
     self_test: str = Field(default="", max_length=64, description="digest that it read in the self-test, hexadecimal")
     offer_number: _Index = Field(default=0, description="of the Welcome that it answers")
     queues: bool = Field(default=False, description="it queues buckets on its GPU's stream, ordered by flags (Packed)")
+    targets: tuple[TorchHandle, ...] = Field(
+        default=(), max_length=1_000_000, description="its own tensors, which the sender may write within steps"
+    )
+    placements: tuple[tuple[_Index, _Index], ...] | None = Field(
+        default=None, max_length=1_000_000, description="(index in `targets`, byte offset) of each tensor"
+    )
+    no_targets: str = Field(default="", max_length=4096, description="why it has none for a sender that asked")
 
 
 class Admitted(Message):

@@ -129,6 +129,7 @@ class Sender:
                 mode=self._mode(),
                 bucket_bytes=config.bucket_bytes,
                 slots=config.slots,
+                push=config.push,
                 runtime_dir=config.runtime_dir,
                 device=self.device,
                 interface=config.interface,

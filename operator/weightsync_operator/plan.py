@@ -228,6 +228,7 @@ def plan(ws: WeightSync, defaults: PlanDefaults) -> Plan:
         transport=transport,
         mode=spec.transfer.mode,
         bucket_bytes=parse_bytes(spec.transfer.bucket_size),
+        push=spec.transfer.push,
         slots=spec.transfer.slots,
         receivers=spec.receivers.replicas * spec.receivers.gpus_per_pod,
         join_timeout_seconds=spec.transfer.join_timeout_seconds,

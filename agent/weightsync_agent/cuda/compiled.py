@@ -83,10 +83,12 @@ def triton_problem(device: int) -> str | None:
                 nothing,
                 nothing.to(torch.int32),
                 *(0,) * 6,
+                nothing,
                 module.ELEMENTS,
                 False,
                 None,
                 None,
+                False,
                 False,
             )
             module.copy_rows[(1,)](*arguments, num_warps=module.WARPS)

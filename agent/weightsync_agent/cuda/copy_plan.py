@@ -57,12 +57,14 @@ class DeviceCopyPlan:
         backend: Literal["Auto", "Triton", "Torch"] = "Auto",
         keep: object = None,
         recorded: bool = False,
+        permit: int | None = None,
     ) -> None:
         """Builds the table and loads the kernel; `run` then allocates and loads nothing.
 
         `grid_limit`: at most so many programs at a time, for copies beside other work (NVLINK_GRID). `keep`: held for
         the plan's life. `recorded`: launched as a CUDA graph, with less of the host's time, but not beside streams that
-        wait on flags. Destinations must not overlap. Auto falls back to torch where Triton does not work, with the same
+        wait on flags. `permit`: address of an int32 that this device can read; each program of the kernel looks at it
+        when it starts and copies nothing where it is 0. Destinations must not overlap. Auto falls back to torch where Triton does not work, with the same
         bytes. Raises ValueError for a negative size or address, or where a kernel that is asked for can't work.
         """
         self.device = torch.device("cuda", device_index(device))
@@ -87,6 +89,9 @@ class DeviceCopyPlan:
         if backend == "Triton" and problem:
             raise ValueError(f"no Triton kernel can be run: {problem}")
         self.backend: Literal["Triton", "Torch"] = "Torch" if backend == "Torch" or problem else "Triton"
+        if permit is not None and self.backend == "Torch":
+            raise ValueError(f"torch's kernels can't ask for a permission: {problem or 'backend Torch'}")
+        self._permit = permit
         self.rows = 0
         """Rows of the table: what the kernel's programs copy one of at a time."""
         if self.backend == "Triton":
@@ -107,6 +112,8 @@ class DeviceCopyPlan:
         *,
         grid_limit: int | None = None,
         backend: Literal["Auto", "Triton", "Torch"] = "Auto",
+        recorded: bool = False,
+        permit: int | None = None,
     ) -> DeviceCopyPlan:
         """The plan of (source, destination) tensors of equal shape; a dtype that differs is converted.
 
@@ -141,7 +148,11 @@ class DeviceCopyPlan:
             conversion=conversion,
             backend=backend,
             keep=[tensor for pair in pairs for tensor in pair],
+            recorded=recorded and not strided,
+            permit=permit,
         )
+        if strided and permit is not None:
+            raise ValueError("strided tensors are copied by torch's kernels, which can't ask for a permission")
         plan._strided = strided
         plan.nbytes += sum(d.numel() * d.element_size() for _, d in strided)
         plan.warm()
@@ -206,6 +217,7 @@ class DeviceCopyPlan:
             torch.from_numpy(rows[:, 1].copy()).to(self.device),
             torch.from_numpy(rows[:, 2].astype(np.int32)).to(self.device),
         )
+        self._permit_at = torch.tensor([self._permit or 0], dtype=torch.int64, device=self.device)
         kind = self._conversion
         self._constants = (
             (triton_dtype(kind.source), triton_dtype(kind.destination), True) if kind else (None, None, False)
@@ -213,7 +225,8 @@ class DeviceCopyPlan:
         self.warm()
 
     def _arguments(self, persistent: bool, ends: tuple[int, ...]) -> tuple[object, ...]:
-        return (*self._columns, *ends, kernels().ELEMENTS, persistent, *self._constants)
+        constants = (kernels().ELEMENTS, persistent, *self._constants, self._permit is not None)
+        return (*self._columns, *ends, self._permit_at, *constants)
 
     def _build_views(self, table: Runs, converted: Runs) -> None:
         for source, destination, nbytes in table.tolist():

@@ -83,18 +83,25 @@ def copy_rows(
     end2,
     end1,
     end_converted,
+    permit,
     ELEMENTS: tl.constexpr,
     PERSISTENT: tl.constexpr,
     FROM: tl.constexpr,
     TO: tl.constexpr,
     CONVERTS: tl.constexpr,
+    PERMITTED: tl.constexpr,
 ):
     """Copies every row of a table. Rows come by the widest element that both addresses allow, converted ones last.
 
     sources, destinations: int64 [rows], addresses; counts: int32 [rows], elements of the row's width (16, 8, 4, 2 or
     1 bytes, or FROM), at most ELEMENTS, of the widest half as many. end*: int32, the row behind the last of each kind;
-    rows at and behind `end_converted` are not touched.
+    rows at and behind `end_converted` are not touched. permit: int64 [1], with PERMITTED the address of an int32 that
+    each program looks at when it starts: where that is 0, it copies nothing.
     """
+    if PERMITTED:
+        # Of the memory itself, whatever caches hold: another process takes the permission back there.
+        word = tl.load(tl.load(permit).to(tl.pointer_type(tl.int32)), volatile=True)
+        end_converted = tl.where(word != 0, end_converted, 0)
     if PERSISTENT:
         for row in range(tl.program_id(0), end_converted, tl.num_programs(0)):
             _copy_row(

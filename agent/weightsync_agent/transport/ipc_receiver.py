@@ -25,12 +25,14 @@ from ..cuda.streams import COPY, named_stream
 from ..deadline import Deadline
 from ..errors import Closed, StepTimeout, TransportError
 from ..host_memory import HostMemory
+from ..identity import local_identity
 from ..manifest import Manifest, Piece, layout
-from ..protocol import Joined, Offer, Region, Welcome
+from ..protocol import Identity, Joined, Offer, Region, Welcome
 from ..targets import Target
 from .base import ReceiveChannel
 from .control import Control, MappedReceiver
 from .descriptors import fetch_descriptors
+from .push import PERMIT_WORD, READY_WORD, SETTLE_SECONDS, WRITTEN_WORD, Targets, step_word
 from .ipc_sender import (
     DRAINED_WORD,
     FILLED_WORD,
@@ -62,6 +64,9 @@ class IpcReceiver(MappedReceiver):
         self._loader: Loader | None = None
         self._digest: DeviceDigest | None = None
         self._near = True
+        self._targets: Targets | None = None
+        self._settled_at = 0.0
+        """time.monotonic() from which on the sender may be let write again."""
 
     @property
     def owned_bytes(self) -> int:
@@ -93,6 +98,8 @@ class IpcReceiver(MappedReceiver):
         tested = time.perf_counter()
         own = gpu_uuid(self._device)
         self._near = all(normal_uuid(memory.gpu) == own for memory in self._data)
+        if offer.pusher is not None:
+            return self._join_pushed(offer.pusher, result)
         if self.target.in_place:
             self._stand_ins = StandIns(self.target.destinations())
             self._make_plans(offer)
@@ -107,6 +114,20 @@ class IpcReceiver(MappedReceiver):
         )
         route = "IPC/TorchHandle" if offer.handles else "IPC/Descriptor" if self._near else "P2P/Mapped"
         return Joined(route=route, self_test=result, queues=self.target.in_place and self._flags is not None)
+
+    def _join_pushed(self, sender: Identity, self_test: str) -> Joined:
+        route = "IPC/Push"
+        if not self.target.in_place:
+            return Joined(route=route, self_test=self_test, no_targets="its weights go through load_weights")
+        self._stand_ins = StandIns(self.target.destinations())
+        try:
+            own = local_identity(0, self._device)
+            self._targets = Targets(self._stand_ins.tensors, sender, own, self._device)
+        except TransportError as problem:
+            return Joined(route=route, self_test=self_test, no_targets=str(problem)[:4096])
+        self.settled = True
+        handles, placements = self._targets.handles, self._targets.placements
+        return Joined(route=route, self_test=self_test, targets=handles, placements=placements)
 
     def _map(self, descriptor: int, region: Region) -> None:
         if region.kind == "driver":
@@ -202,6 +223,8 @@ class IpcReceiver(MappedReceiver):
         if self._loader is not None:
             channel.started()
             self._load(channel, self._loader)
+        elif self._targets is not None:
+            self._be_written(channel)
         elif self.welcome.mode == "Direct":
             self._plans[0].run(self._stream.stream)
             self._empty()
@@ -210,6 +233,25 @@ class IpcReceiver(MappedReceiver):
         else:
             self._queue(channel)
         self._control.check_open(channel.step)
+
+    def _be_written(self, channel: ReceiveChannel) -> None:
+        """Lets the sender write from when the engine has let go until all is there, and not a moment longer."""
+        assert self._flags is not None
+        flags, word = self._flags, step_word(channel.step)
+        self._stream.synchronize()
+        self._wait(channel, lambda: time.monotonic() >= self._settled_at)
+        channel.started()
+        try:
+            flags.store(PERMIT_WORD, 1)
+            flags.store(READY_WORD, word)
+            self._wait(channel, lambda: flags.load(WRITTEN_WORD) == word)
+        except BaseException:
+            self._settled_at = time.monotonic() + SETTLE_SECONDS
+            raise
+        finally:
+            flags.store(PERMIT_WORD, 0)
+        self._empty()
+        self._stream.synchronize()
 
     def _queue(self, channel: ReceiveChannel) -> None:
         """The step on the stream, each bucket as soon as the sender has queued it; flags order the two streams."""
@@ -317,6 +359,9 @@ class IpcReceiver(MappedReceiver):
 
     def close(self) -> None:
         self._plans, self._digest, self._loader = [], None, None
+        if self._targets is not None:
+            self._targets.close()
+            self._targets = None
         if self._flags is not None:
             self._flags.close()
             self._flags = None

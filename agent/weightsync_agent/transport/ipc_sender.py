@@ -8,6 +8,8 @@ The second rule of cuda/flags.py shapes `send`: a wait is queued only once the w
 Two more words, plain stores of the hosts, say how far each has queued: the sender's SENT_WORD, the receiver's
 TAKEN_WORD. So both hosts run through all buckets at once, and whatever else blocks one of them (another thread's
 allocation), what is queued already comes to its end by itself.
+
+Where the receivers let it, a Packed step needs none of that: the sender writes into their tensors itself (push.py).
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from ..protocol import Identity, Joined, Offer, Region
 from .base import SendChannel, SendPlan
 from .control import Control, MappedSender, Shared
 from .descriptors import DescriptorServer
+from .push import READY_WORD, WRITTEN_WORD, Pushed, step_word
 from .stand_ins import StandIns
 from .waiting import Waiter
 
@@ -64,6 +67,8 @@ class _Export(Shared):
     self_test_export: TorchExport | None = None
     self_test_tensor: torch.Tensor | None = None
     ledger: ExportLedger | None = None
+    pushed: Pushed | None = None
+    """The receiver's own tensors, mapped here."""
 
     def close_descriptors(self) -> None:
         for descriptor in self.descriptors:
@@ -92,7 +97,8 @@ class IpcSender(MappedSender[_Export]):
         )
         self._stand_ins: StandIns | None = None
         self._find_tensors()
-        if plan.mode == "Packed":
+        self._pushes = plan.mode == "Packed" and plan.push and self._stand_ins is not None
+        if plan.mode == "Packed" and not self._pushes:
             self._make_slots()
 
     # --- memory -------------------------------------------------------------------------------------------------
@@ -165,6 +171,8 @@ class IpcSender(MappedSender[_Export]):
         try:
             if self.plan.mode == "Direct" and self.plan.arena is None:
                 return self._offer_handles(export, identity, own)
+            if self._pushes and (problem := why_torch_handles_fail(own, identity)):
+                raise FallBack(problem)
             return self._offer_descriptors(export)
         except BaseException:
             self.forget(identity.rank)
@@ -180,7 +188,7 @@ class IpcSender(MappedSender[_Export]):
                 raise ConfigError("the weights' arena is not memory of this GPU")
             data, role = [arena], "arena"
         else:
-            data, role = self._slots, "slot"
+            data, role = self._slots, "slot"  # none of them where the receivers' own tensors are written
             export.flags = FlagPage.create()
             export.flags.attach(device)
         regions = [("memfd", "control", export.control.memory.nbytes), ("driver", "self-test", SELF_TEST_BYTES)]
@@ -202,6 +210,7 @@ class IpcSender(MappedSender[_Export]):
                 )
                 for kind, role, size in regions
             ),
+            pusher=local_identity(0, device) if self._pushes else None,
         )
 
     def _offer_handles(self, export: _Export, identity: Identity, own: Identity) -> Offer:
@@ -255,7 +264,19 @@ class IpcSender(MappedSender[_Export]):
             export.self_test.close()
             export.self_test = None
         export.queues = joined.queues
+        if self._pushes:
+            self._map_targets(export, joined)
         self._route = joined.route
+
+    def _map_targets(self, export: _Export, joined: Joined) -> None:
+        """Raises FallBack where the receiver's tensors can't be written from here."""
+        assert export.flags is not None and self._stand_ins is not None
+        if joined.no_targets:
+            raise FallBack(joined.no_targets)
+        try:
+            export.pushed = Pushed(joined, self.plan.manifest, self._stand_ins.tensors, export.flags, self.plan.device)
+        except TransportError as problem:
+            raise FallBack(str(problem)) from None
 
     def exported(self, rank: int) -> int:
         """What a receiver holds mapped: regions by its control page, or torch exports by their counters."""
@@ -264,6 +285,8 @@ class IpcSender(MappedSender[_Export]):
             return 0
         if export.ledger is not None:
             return export.ledger.unreleased
+        if export.pushed is not None:
+            return export.pushed.exported
         count = 1 if self.plan.mode == "Direct" else len(self._slots)
         return sum(export.control.exported(1 + region) for region in range(count))
 
@@ -271,7 +294,7 @@ class IpcSender(MappedSender[_Export]):
         for rank in list(self._exports):
             self.forget(rank)
         self.plan = replace(self.plan, mode="Packed")
-        self._route = ""
+        self._route, self._pushes = "", False
         self._make_slots()
 
     # --- a step -------------------------------------------------------------------------------------------------
@@ -283,6 +306,8 @@ class IpcSender(MappedSender[_Export]):
             self._stream.synchronize_caller()
             return
         self._stream.follow()
+        if self._pushes:
+            return
         # Before Begin, which carries flag_base: everything of the step before is over on both sides' words.
         count = len(self._layout.buckets)
         if self.flag_base + 2 * count > LARGEST:
@@ -300,6 +325,9 @@ class IpcSender(MappedSender[_Export]):
         return self._digest.bytes()
 
     def send(self, channel: SendChannel) -> None:
+        if self._pushes:
+            self._push(channel)
+            return
         base, count, slots = self.flag_base, len(self._layout.buckets), len(self._slots)
         self.flag_base = base + count
         pages = {rank: self._flags(rank) for rank in channel.ranks}
@@ -327,6 +355,50 @@ class IpcSender(MappedSender[_Export]):
             raise
         if self._stand_ins is None or self._converts:
             self._gathered_digests = self._in_order(digests)
+
+    def _push(self, channel: SendChannel) -> None:
+        """Each receiver's tensors, as soon as its engine has let go of them."""
+        assert self._stand_ins is not None
+        word, waiting, written = step_word(channel.step), list(channel.ranks), list[int]()
+        with torch.cuda.stream(self._stream.stream):
+            self._stand_ins.fill()
+        waiter = Waiter()
+        while waiting:
+            for rank in [rank for rank in waiting if self._flags(rank).load(READY_WORD) == word]:
+                self._pushed(rank).run(self._stream.stream)
+                waiting.remove(rank)
+                written.append(rank)
+            if waiting:
+                self._look_at(channel, waiting, "did not let go of its weights")
+                waiter.pause()
+        waiter = Waiter()
+        while not self._stream.idle():
+            self._look_at(channel, written, "was not written")
+            waiter.pause()
+        if channel.verify and self._converts:
+            # Of what is there by now, which the receiver reads for itself.
+            rank = next(rank for rank in written if rank in channel.ranks)
+            self._gathered_digests = self._pushed(rank).digests(self._stream.stream)
+        for rank in written:
+            if rank in channel.ranks:
+                self._flags(rank).store(WRITTEN_WORD, word)
+
+    def _look_at(self, channel: SendChannel, ranks: list[int], what: str) -> None:
+        """Takes messages in, and out of `ranks` who left the step. Raises StepTimeout, TransportError."""
+        channel.alive()
+        ranks[:] = [rank for rank in ranks if rank in channel.ranks]
+        if not channel.ranks:
+            raise TransportError(f"step {channel.step}: every receiver left it")
+        if channel.deadline.passed:
+            raise StepTimeout(
+                f"step {channel.step}: rank {', '.join(map(str, ranks))} {what} within {channel.deadline.seconds:.3g} s"
+            )
+
+    def _pushed(self, rank: int) -> Pushed:
+        pushed = self._exports[rank].pushed
+        if pushed is None:
+            raise TransportError(f"rank {rank} has no tensors that can be written: it joined in another mode")
+        return pushed
 
     def _flags(self, rank: int) -> FlagPage:
         flags = self._exports[rank].flags
@@ -428,6 +500,8 @@ class IpcSender(MappedSender[_Export]):
             self._server.withdraw(export.token)
         export.close_descriptors()
         export.control.close_step()
+        if export.pushed is not None:
+            export.pushed.close()  # waits for what the stream still writes
         if export.flags is not None:
             export.flags.store(DRAINED_WORD, RELEASED)
             export.flags.close()

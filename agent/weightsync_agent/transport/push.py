@@ -1,0 +1,153 @@
+"""Packed mode where both processes share a GPU: the sender writes into the receivers' own tensors.
+
+Two processes take turns on a GPU, 0.25 ms each, so a step in which one fills slots and the other drains them spends
+more time on turns than on copies. Here one process does all the copying, and no slot is needed. What makes it safe:
+
+- The receiver exports its tensors by torch's handles once, when it joins, and the sender imports them once.
+- Within a step the receiver says when its engine has let go of the weights (READY), the sender when all is written
+  (WRITTEN). Both are words of the page that they share.
+- The sender's kernel looks at a third word, PERMIT, whenever one of its programs starts, and copies nothing where it is
+  0. The receiver takes the permission back as soon as the step is over or broken off. So a sender that was stopped in
+  mid-step and runs on an hour later finds no permission, though it still has the memory mapped.
+- A program that has started may still write, 64 KiB at most, and the GPU may have set its process aside in that moment.
+  So after a step that broke off the receiver lets SETTLE_SECONDS go by before anybody may write again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..copy_plan import is_plain
+from ..cuda.arena import bytes_at
+from ..cuda.copy_plan import DeviceCopyPlan
+from ..cuda.digest import DeviceDigest
+from ..cuda.export import ExportLedger, why_torch_handles_fail
+from ..cuda.flags import FlagPage
+from ..cuda.importer import TorchImport
+from ..errors import ConfigError, TransportError, WeightSyncError
+from ..identity import is_gone
+from ..manifest import Manifest
+from ..protocol import Identity, Joined
+
+PERMIT_WORD, READY_WORD, WRITTEN_WORD = 0, 16, 32
+"""The flag page's words: 1 while the sender may write; the step's number (`step_word`) once the receiver stands still,
+and once all is written."""
+
+SETTLE_SECONDS = 1.0
+"""Longer than any process waits for its turn on a GPU, by two orders."""
+
+STRANDED_LIMIT = 1 << 40
+"""Nothing is lost with an importer that dies: what was exported is the engine's own memory and stays in use."""
+
+
+def step_word(step: int) -> int:
+    """1 to 2^30 - 1: differs from the step's before, and fits a flag."""
+    return step % 0x3FFFFFFF + 1
+
+
+class Targets:
+    """A receiver's tensors, exported to its one sender."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], sender: Identity, own: Identity, device: torch.device) -> None:
+        """`tensors`: plain, in manifest order. Raises TransportError with why they can't be exported."""
+        if problem := why_torch_handles_fail(own, sender):
+            raise TransportError(problem)
+        self._sender = sender
+        self._ledger = ExportLedger(device, STRANDED_LIMIT)
+        try:
+            self.handles, self.placements = self._ledger.export_all(tensors)
+        except (ConfigError, TransportError) as problem:
+            self.close()
+            raise TransportError(str(problem)) from None
+
+    @property
+    def unreleased(self) -> int:
+        return self._ledger.unreleased
+
+    def close(self) -> None:
+        self._ledger.retire_all(importer_gone=is_gone(self._sender))
+
+
+class Pushed:
+    """One receiver's tensors, as the sender has them mapped, and the plan that writes them."""
+
+    def __init__(
+        self, joined: Joined, manifest: Manifest, sources: Sequence[torch.Tensor], flags: FlagPage, device: torch.device
+    ) -> None:
+        """`sources`: the trainer's tensors in manifest order, plain; another floating dtype is converted.
+
+        Raises TransportError: what the receiver says can't be, or this GPU can't do it. Nothing is mapped then.
+        """
+        if joined.placements is None or len(joined.placements) != len(manifest.tensors):
+            raise TransportError("the receiver does not say where each of its tensors lies")
+        self._device = device
+        self._manifest = manifest
+        self._imports: list[TorchImport] = []
+        self._digest: DeviceDigest | None = None
+        self._plan: DeviceCopyPlan | None = None
+        try:
+            for handle in joined.targets:
+                self._imports.append(TorchImport(handle, device))
+            self._pointers = self._places(joined.placements)
+            pairs = self._pairs(sources)
+            self._plan = DeviceCopyPlan.of_tensors(
+                pairs, device, recorded=True, permit=flags.device_address(PERMIT_WORD)
+            )
+        except (WeightSyncError, ValueError) as problem:
+            self.close()
+            raise TransportError(str(problem)) from None
+
+    def _places(self, placements: tuple[tuple[int, int], ...]) -> list[int]:
+        """Address of each of the receiver's tensors in this process; 0 for one without bytes."""
+        found: list[int] = []
+        for (handle, offset), entry in zip(placements, self._manifest.tensors, strict=True):
+            if not entry.nbytes:
+                found.append(0)
+                continue
+            if not 0 <= handle < len(self._imports):
+                raise TransportError(
+                    f"the receiver places {entry.name} in allocation {handle}, which it did not export"
+                )
+            if offset % entry.torch_dtype.itemsize:
+                raise TransportError(f"the receiver places {entry.name} ({entry.dtype}) at byte {offset}")
+            found.append(self._imports[handle].pointer_at(offset, entry.nbytes))
+        return found
+
+    def _pairs(self, sources: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for source, pointer, entry in zip(sources, self._pointers, self._manifest.tensors, strict=True):
+            if not pointer or (entry.alias is not None and pointer == self._pointers[entry.alias]):
+                continue
+            if not is_plain(source):
+                raise TransportError(f"{entry.name} is strided")
+            there = bytes_at(pointer, entry.nbytes)[0].view(entry.torch_dtype).view(entry.shape)
+            pairs.append((source.detach(), there))
+        return pairs
+
+    @property
+    def exported(self) -> int:
+        return len(self._imports)
+
+    def run(self, stream: torch.cuda.Stream) -> None:
+        """Queues all of it."""
+        assert self._plan is not None
+        self._plan.run(stream)
+
+    def digests(self, stream: torch.cuda.Stream) -> bytes:
+        """Of what lies there now."""
+        if self._digest is None:
+            rows = [
+                (pointer, entry.nbytes, index, 0)
+                for index, (pointer, entry) in enumerate(zip(self._pointers, self._manifest.tensors, strict=True))
+            ]
+            self._digest = DeviceDigest(rows, len(rows), self._device)
+        return self._digest.bytes(stream)
+
+    def close(self) -> None:
+        """Releases every import, exactly once. Idempotent."""
+        self._plan = self._digest = None
+        for opened in self._imports:
+            opened.close()
+        self._imports = []
