@@ -39,6 +39,12 @@ def case(model: str, mode: TransferMode, steps: int, *, verify: bool = False, ad
     )  # fmt: skip
 
 
+def ways(model: str, steps: int, *, verify: bool = False) -> list[Case]:
+    """Direct, Packed where the sender writes into the receiver's tensors, and Packed through the buckets."""
+    packed = case(model, TransferMode.PACKED, steps, verify=verify)
+    return [case(model, TransferMode.DIRECT, steps, verify=verify), packed, replace(packed, push=False)]
+
+
 def join(model: str, progress: Progress) -> BenchRow:
     """What joining takes with torch's handles of tensors allocated one by one; with an arena, a row's note has it."""
     found = measure(case(model, TransferMode.DIRECT, 3, adopted=False), progress)
@@ -63,18 +69,17 @@ def rows(
     models: Sequence[str], steps: int, soak: int, with_peers: bool, brief: bool, progress: Progress
 ) -> Iterator[BenchRow]:
     for model in models:
-        modes = (TransferMode.DIRECT, TransferMode.PACKED)
         # With digests at the largest alone: their time goes by the bytes.
         verifies = (False, True) if model == models[-1] and not brief else (False,)
-        cases = [case(model, mode, steps, verify=verify) for verify in verifies for mode in modes]
+        cases = [made for verify in verifies for made in ways(model, steps, verify=verify)]
         if not brief:
             cases.insert(1, replace(cases[0], touched_by="Copy"))
         yield from run(Plan(cases=cases, soak=False, peers=with_peers), progress).rows
     if not brief:
         yield join(models[-1], progress)
     if soak:
-        for mode in (TransferMode.DIRECT, TransferMode.PACKED):
-            plan = Plan(cases=[case(models[0], mode, soak)], soak=True, peers=False)
+        for way in ways(models[0], soak):
+            plan = Plan(cases=[way], soak=True, peers=False)
             yield from (row for row in run(plan, progress).rows if row.peer is None)
 
 

@@ -46,6 +46,7 @@ class Place:
     transport: str = "IPC"
     together: bool = False
     """Whether it is a collective: no receiver maps memory of the sender's, and one that fails costs all the step."""
+    push: bool = False
     loads: bool = True
     """Whether a `load_weights` can be given what lies there."""
     flat_after: int = 10
@@ -72,6 +73,7 @@ GPU_PLACES = [
     Place("Direct-adopted", "Direct", adopt=True, route="IPC/Descriptor", **_GPU),
     Place("Direct", "Direct", adopt=False, route="IPC/TorchHandle", loads=False, **_GPU),
     Place("Packed", "Packed", adopt=False, route="IPC/Descriptor", **_GPU),
+    Place("Pushed", "Packed", adopt=False, route="IPC/Push", push=True, loads=False, **_GPU),
 ]
 
 
@@ -92,6 +94,7 @@ class Group:
             "transport": place.transport,
             "mode": place.mode,
             "bucket_bytes": place.bucket_bytes,
+            "push": place.push,
         }
         self.config = self._make_config(**(values | changes))
         return self.config

@@ -194,7 +194,7 @@ class Lobby:
         except FallBack as reason:
             if self._config.mode == TransferMode.DIRECT:
                 raise Refused(f"transfer.mode is Direct, and {reason}") from None
-            log.warning("%s can't take part in Direct mode, so all go on in Packed mode: %s", peer.label, reason)
+            log.warning("%s can't take part so, and all go on through staging buckets: %s", peer.label, reason)
             transport.fall_back(str(reason))
             self._welcome_others(peer)
             offer = transport.offer(peer.identity)

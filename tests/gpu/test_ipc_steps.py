@@ -27,13 +27,14 @@ def place(request):
 @pytest.fixture
 def gpu_config(make_config):  # noqa: F811
     def make(**changes):
-        return make_config(**({"device": "CUDA", "bucket_bytes": 65536} | changes))
+        return make_config(**({"device": "CUDA", "bucket_bytes": 65536, "push": False} | changes))
 
     return make
 
 
-def test_float32_masters_arrive_as_bfloat16(gpu_config, start) -> None:  # noqa: F811
-    config = gpu_config(mode="Auto")
+@pytest.mark.parametrize("push", [True, False])
+def test_float32_masters_arrive_as_bfloat16(push, gpu_config, start) -> None:  # noqa: F811
+    config = gpu_config(mode="Auto", push=push)
     masters = {n: torch.randn(t.shape, device="cuda") for n, t in samples.mixed(0).items() if t.dtype == torch.bfloat16}
     assert masters
     receiver = start(config, 1, only="bfloat16", **GPU)

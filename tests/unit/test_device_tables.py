@@ -171,9 +171,16 @@ rows = np.concatenate(parts)
 columns = [torch.from_numpy(rows[:, c].copy()) for c in range(2)] + [torch.from_numpy(rows[:, 2].astype(np.int32))]
 for grid, persistent in ((len(rows), False), (7, True)):
     target.zero_(), halves.zero_()
-    kernels.copy_rows[(grid,)](
-        *columns, *ends, ELEMENTS=kernels.ELEMENTS, PERSISTENT=persistent, FROM=tl.float64, TO=tl.float32, CONVERTS=True
-    )
+    constants = dict(ELEMENTS=kernels.ELEMENTS, PERSISTENT=persistent, FROM=tl.float64, TO=tl.float32, CONVERTS=True)
+    word = torch.zeros(1, dtype=torch.int32)
+    permit = torch.tensor([word.data_ptr()])
+    kernels.copy_rows[(grid,)](*columns, *ends, permit, **constants, PERMITTED=True)
+    assert not target.any() and not halves.any(), persistent
+    word.fill_(1)
+    kernels.copy_rows[(grid,)](*columns, *ends, permit, **constants, PERMITTED=True)
+    assert torch.equal(target, wanted), persistent
+    target.zero_(), halves.zero_()
+    kernels.copy_rows[(grid,)](*columns, *ends, permit, **constants, PERMITTED=False)
     assert torch.equal(target, wanted), persistent
     assert torch.equal(halves, floats.float()), persistent
 

@@ -52,6 +52,8 @@ class Case:
     """Of torch, in each process."""
     adopted: bool = True
     """Direct mode: the weights lie in an arena. False: each an allocation of its own that a torch handle exports."""
+    push: bool = True
+    """Packed on one GPU: the sender may write into the receivers' tensors; False: through the buckets."""
     verify: bool = False
     """Digests in every step. Otherwise in the first, and in one after the last that is measured."""
     warmups: int = WARMUPS
@@ -179,6 +181,7 @@ def _config(case: Case, directory: Path) -> AgentConfig:
         mode=case.mode,
         bucket_bytes=case.bucket_bytes,
         slots=case.slots,
+        push=case.push,
         receivers=len(case.receiver_devices),
         join_timeout_seconds=JOIN_SECONDS,
         verify=Verify(mode=VerifyMode.DIGEST, every_steps=1 if case.verify else case.warmups + case.steps + 1),

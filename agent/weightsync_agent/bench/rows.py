@@ -43,11 +43,12 @@ def row_of(case: Case, measured: Measured, base: Baseline, *, soak: bool) -> Ben
     elif case.touched_by == "Copy":
         beyond = (seconds - base.copy) * 1e6
         notes.append(f"weights written by the copy engine, not a kernel: {beyond:.0f} us beyond one copy")
+    mode = f"{measured.mode}, pushed" if measured.route == "IPC/Push" else measured.mode
     extra = " with digests" if case.verify else " written by the copy engine" if case.touched_by == "Copy" else ""
     return BenchRow(
-        name=f"{case.transport} {measured.mode} {case.model}{extra}",
+        name=f"{case.transport} {mode} {case.model}{extra}",
         transport=case.transport,
-        mode=measured.mode,
+        mode=mode,
         model=case.model,
         bytes=measured.nbytes,
         tensors=measured.tensors,

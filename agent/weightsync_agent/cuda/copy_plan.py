@@ -64,8 +64,9 @@ class DeviceCopyPlan:
         `grid_limit`: at most so many programs at a time, for copies beside other work (NVLINK_GRID). `keep`: held for
         the plan's life. `recorded`: launched as a CUDA graph, with less of the host's time, but not beside streams that
         wait on flags. `permit`: address of an int32 that this device can read; each program of the kernel looks at it
-        when it starts and copies nothing where it is 0. Destinations must not overlap. Auto falls back to torch where Triton does not work, with the same
-        bytes. Raises ValueError for a negative size or address, or where a kernel that is asked for can't work.
+        when it starts and copies nothing where it is 0. Destinations must not overlap. Auto falls back to torch where
+        Triton does not work, with the same bytes. Raises ValueError for a negative size or address, or where a kernel
+        that is asked for can't work.
         """
         self.device = torch.device("cuda", device_index(device))
         self.grid_limit = grid_limit

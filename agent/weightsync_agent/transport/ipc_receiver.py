@@ -32,7 +32,6 @@ from ..targets import Target
 from .base import ReceiveChannel
 from .control import Control, MappedReceiver
 from .descriptors import fetch_descriptors
-from .push import PERMIT_WORD, READY_WORD, SETTLE_SECONDS, WRITTEN_WORD, Targets, step_word
 from .ipc_sender import (
     DRAINED_WORD,
     FILLED_WORD,
@@ -40,6 +39,7 @@ from .ipc_sender import (
     SENT_WORD,
     TAKEN_WORD,
 )
+from .push import PERMIT_WORD, READY_WORD, SETTLE_SECONDS, WRITTEN_WORD, Targets, step_word
 from .staging import Loader
 from .stand_ins import StandIns
 from .waiting import Waiter

@@ -270,7 +270,8 @@ class IpcSender(MappedSender[_Export]):
 
     def _map_targets(self, export: _Export, joined: Joined) -> None:
         """Raises FallBack where the receiver's tensors can't be written from here."""
-        assert export.flags is not None and self._stand_ins is not None
+        assert export.flags is not None
+        assert self._stand_ins is not None
         if joined.no_targets:
             raise FallBack(joined.no_targets)
         try:
