@@ -97,8 +97,8 @@ class IpcSender(MappedSender[_Export]):
         )
         self._stand_ins: StandIns | None = None
         self._find_tensors()
-        self._pushes = plan.mode == "Packed" and plan.push and self._stand_ins is not None
-        if plan.mode == "Packed" and not self._pushes:
+        self._pushes = plan.mode == "Packed" and plan.push
+        if plan.mode == "Packed" and not (self._pushes and self._stand_ins is not None):
             self._make_slots()
 
     # --- memory -------------------------------------------------------------------------------------------------
@@ -110,7 +110,11 @@ class IpcSender(MappedSender[_Export]):
 
     def replan(self) -> bool:
         self._find_tensors()
-        if self.plan.mode == "Packed":
+        if self._pushes and self._stand_ins is not None:
+            for export in self._exports.values():
+                if export.pushed is not None and export.flags is not None:
+                    export.pushed.from_tensors(self._stand_ins.tensors, export.flags)
+        elif self.plan.mode == "Packed":
             self._make_plans()
         return self.plan.mode == "Direct" and self.plan.arena is None
 
@@ -188,7 +192,7 @@ class IpcSender(MappedSender[_Export]):
                 raise ConfigError("the weights' arena is not memory of this GPU")
             data, role = [arena], "arena"
         else:
-            data, role = self._slots, "slot"  # none of them where the receivers' own tensors are written
+            data, role = [] if self._pushes else self._slots, "slot"
             export.flags = FlagPage.create()
             export.flags.attach(device)
         regions = [("memfd", "control", export.control.memory.nbytes), ("driver", "self-test", SELF_TEST_BYTES)]
@@ -271,11 +275,14 @@ class IpcSender(MappedSender[_Export]):
     def _map_targets(self, export: _Export, joined: Joined) -> None:
         """Raises FallBack where the receiver's tensors can't be written from here."""
         assert export.flags is not None
-        assert self._stand_ins is not None
         if joined.no_targets:
             raise FallBack(joined.no_targets)
         try:
-            export.pushed = Pushed(joined, self.plan.manifest, self._stand_ins.tensors, export.flags, self.plan.device)
+            export.pushed = Pushed(joined, self.plan.manifest, self.plan.device)
+            if self._stand_ins is not None:
+                export.pushed.from_tensors(self._stand_ins.tensors, export.flags)
+            else:
+                export.pushed.from_buckets(self._layout, self._slots, export.flags)
         except TransportError as problem:
             raise FallBack(str(problem)) from None
 
@@ -296,7 +303,8 @@ class IpcSender(MappedSender[_Export]):
             self.forget(rank)
         self.plan = replace(self.plan, mode="Packed")
         self._route, self._pushes = "", False
-        self._make_slots()
+        if not self._slots:
+            self._make_slots()
 
     # --- a step -------------------------------------------------------------------------------------------------
 
@@ -358,31 +366,46 @@ class IpcSender(MappedSender[_Export]):
             self._gathered_digests = self._in_order(digests)
 
     def _push(self, channel: SendChannel) -> None:
-        """Each receiver's tensors, as soon as its engine has let go of them."""
-        assert self._stand_ins is not None
-        word, waiting, written = step_word(channel.step), list(channel.ranks), list[int]()
-        with torch.cuda.stream(self._stream.stream):
-            self._stand_ins.fill()
+        """Into the tensors of each receiver whose engine has let go of them."""
+        word, stream = step_word(channel.step), self._stream.stream
+        waiting, ready = list(channel.ranks), list[int]()
+        if self._stand_ins is not None:
+            with torch.cuda.stream(stream):
+                self._stand_ins.fill()
         waiter = Waiter()
         while waiting:
             for rank in [rank for rank in waiting if self._flags(rank).load(READY_WORD) == word]:
-                self._pushed(rank).run(self._stream.stream)
+                if self._stand_ins is not None:
+                    self._pushed(rank).run(stream)
                 waiting.remove(rank)
-                written.append(rank)
+                ready.append(rank)
             if waiting:
                 self._look_at(channel, waiting, "did not let go of its weights")
                 waiter.pause()
+        if self._stand_ins is None:
+            self._push_gathered(channel, ready)
         waiter = Waiter()
         while not self._stream.idle():
-            self._look_at(channel, written, "was not written")
+            self._look_at(channel, ready, "was not written")
             waiter.pause()
         if channel.verify and self._converts:
             # Of what is there by now, which the receiver reads for itself.
-            rank = next(rank for rank in written if rank in channel.ranks)
-            self._gathered_digests = self._pushed(rank).digests(self._stream.stream)
-        for rank in written:
+            rank = next(rank for rank in ready if rank in channel.ranks)
+            self._gathered_digests = self._pushed(rank).digests(stream)
+        for rank in ready:
             if rank in channel.ranks:
                 self._flags(rank).store(WRITTEN_WORD, word)
+
+    def _push_gathered(self, channel: SendChannel, ready: list[int]) -> None:
+        digests: dict[int, int] = {}
+        for bucket in range(len(self._layout.buckets)):
+            self._pack_gathered(bucket)
+            for rank in ready:
+                self._pushed(rank).run(self._stream.stream, bucket)
+            if channel.verify:
+                self._digest_bucket(bucket, digests)
+            self._look_at(channel, ready, "was not written")
+        self._gathered_digests = self._in_order(digests)
 
     def _look_at(self, channel: SendChannel, ranks: list[int], what: str) -> None:
         """Takes messages in, and out of `ranks` who left the step. Raises StepTimeout, TransportError."""

@@ -1,7 +1,8 @@
 """Packed mode where both processes share a GPU: the sender writes into the receivers' own tensors.
 
-Two processes take turns on a GPU, 0.25 ms each, so a step in which one fills slots and the other drains them spends
-more time on turns than on copies. Here one process does all the copying, and no slot is needed. What makes it safe:
+Two processes take turns on a GPU, 0.25 ms each, so a step in which one fills slots and the other drains them spends a
+third of its time on turns. Here one process does all the copying, and no slot is needed but for what has to be gathered
+first. What makes it safe:
 
 - The receiver exports its tensors by torch's handles once, when it joins, and the sender imports them once.
 - Within a step the receiver says when its engine has let go of the weights (READY), the sender when all is written
@@ -16,19 +17,21 @@ more time on turns than on copies. Here one process does all the copying, and no
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import torch
 
 from ..copy_plan import is_plain
-from ..cuda.arena import bytes_at
-from ..cuda.copy_plan import DeviceCopyPlan
+from ..cuda.arena import DeviceArena, bytes_at
+from ..cuda.copy_plan import DeviceCopyPlan, piece_runs
 from ..cuda.digest import DeviceDigest
 from ..cuda.export import ExportLedger, why_torch_handles_fail
 from ..cuda.flags import FlagPage
 from ..cuda.importer import TorchImport
 from ..errors import ConfigError, TransportError, WeightSyncError
 from ..identity import is_gone
-from ..manifest import Manifest
+from ..manifest import Layout, Manifest
 from ..protocol import Identity, Joined
 
 PERMIT_WORD, READY_WORD, WRITTEN_WORD = 0, 16, 32
@@ -71,14 +74,12 @@ class Targets:
 
 
 class Pushed:
-    """One receiver's tensors, as the sender has them mapped, and the plan that writes them."""
+    """One receiver's tensors, as the sender has them mapped, and the plans that write them."""
 
-    def __init__(
-        self, joined: Joined, manifest: Manifest, sources: Sequence[torch.Tensor], flags: FlagPage, device: torch.device
-    ) -> None:
-        """`sources`: the trainer's tensors in manifest order, plain; another floating dtype is converted.
+    def __init__(self, joined: Joined, manifest: Manifest, device: torch.device) -> None:
+        """Maps; `from_tensors` or `from_buckets` follows.
 
-        Raises TransportError: what the receiver says can't be, or this GPU can't do it. Nothing is mapped then.
+        Raises TransportError: what the receiver says can't be, or can't be opened. Nothing is mapped then.
         """
         if joined.placements is None or len(joined.placements) != len(manifest.tensors):
             raise TransportError("the receiver does not say where each of its tensors lies")
@@ -86,17 +87,43 @@ class Pushed:
         self._manifest = manifest
         self._imports: list[TorchImport] = []
         self._digest: DeviceDigest | None = None
-        self._plan: DeviceCopyPlan | None = None
+        self._plans: list[DeviceCopyPlan] = []
         try:
             for handle in joined.targets:
                 self._imports.append(TorchImport(handle, device))
             self._pointers = self._places(joined.placements)
-            pairs = self._pairs(sources)
-            self._plan = DeviceCopyPlan.of_tensors(
-                pairs, device, recorded=True, permit=flags.device_address(PERMIT_WORD)
-            )
-        except (WeightSyncError, ValueError) as problem:
+        except WeightSyncError as problem:
             self.close()
+            raise TransportError(str(problem)) from None
+
+    def from_tensors(self, sources: Sequence[torch.Tensor], flags: FlagPage) -> None:
+        """All in one launch, from the trainer's tensors in manifest order, plain; another floating dtype is converted.
+
+        Raises TransportError where this GPU or torch can't do it.
+        """
+        permit = flags.device_address(PERMIT_WORD)
+        try:
+            plan = DeviceCopyPlan.of_tensors(self._pairs(sources), self._device, recorded=True, permit=permit)
+        except ValueError as problem:
+            raise TransportError(str(problem)) from None
+        self._plans = [plan]
+
+    def from_buckets(self, layout: Layout, slots: Sequence[DeviceArena], flags: FlagPage) -> None:
+        """A launch for each bucket, from the slot that it is gathered into. Raises as `from_tensors`."""
+        permit = flags.device_address(PERMIT_WORD)
+        pointers = np.array(self._pointers, np.int64)
+        also: dict[int, list[int]] = {}
+        for index, entry in enumerate(self._manifest.tensors):
+            if entry.alias is not None and self._pointers[index] not in (0, self._pointers[entry.alias]):
+                also.setdefault(entry.alias, []).append(index)
+        try:
+            for bucket, pieces in enumerate(layout.buckets):
+                widened = [
+                    replace(piece, tensor=i) for piece in pieces for i in (piece.tensor, *also.get(piece.tensor, ()))
+                ]
+                runs = piece_runs(widened, pointers, slots[bucket % len(slots)].pointer, into="Tensors")
+                self._plans.append(DeviceCopyPlan(runs, self._device, recorded=True, permit=permit))
+        except ValueError as problem:
             raise TransportError(str(problem)) from None
 
     def _places(self, placements: tuple[tuple[int, int], ...]) -> list[int]:
@@ -130,10 +157,9 @@ class Pushed:
     def exported(self) -> int:
         return len(self._imports)
 
-    def run(self, stream: torch.cuda.Stream) -> None:
-        """Queues all of it."""
-        assert self._plan is not None
-        self._plan.run(stream)
+    def run(self, stream: torch.cuda.Stream, bucket: int = 0) -> None:
+        """Queues all of it, or one bucket of `from_buckets`."""
+        self._plans[bucket].run(stream)
 
     def digests(self, stream: torch.cuda.Stream) -> bytes:
         """Of what lies there now."""
@@ -147,7 +173,7 @@ class Pushed:
 
     def close(self) -> None:
         """Releases every import, exactly once. Idempotent."""
-        self._plan = self._digest = None
+        self._plans, self._digest = [], None
         for opened in self._imports:
             opened.close()
         self._imports = []
