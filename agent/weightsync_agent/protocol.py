@@ -162,6 +162,10 @@ class Joined(Message):
     placements: tuple[tuple[_Index, _Index], ...] | None = Field(
         default=None, max_length=1_000_000, description="(index in `targets`, byte offset) of each tensor"
     )
+    permit: tuple[_Index, _Index] | None = Field(
+        default=None,
+        description="(index in `targets`, byte offset) of the int32 that is 1 while it lets them be written",
+    )
     no_targets: str = Field(default="", max_length=4096, description="why it has none for a sender that asked")
 
 

@@ -9,7 +9,6 @@ import torch
 from transfer import samples
 from transfer.harness import make_config, run_dir, start  # noqa: F401 - fixtures
 from weightsync_agent.cuda.copy_plan import DeviceCopyPlan
-from weightsync_agent.cuda.flags import FlagPage
 from weightsync_agent.errors import StepFailed
 from weightsync_agent.sender import Sender
 from weightsync_agent.transport.push import SETTLE_SECONDS, Pushed
@@ -28,22 +27,18 @@ def push_config(make_config):  # noqa: F811
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("converts", [False, True])
 def test_a_plan_without_its_permission_writes_nothing(device, recorded, converts) -> None:
-    page = FlagPage.create()
-    page.attach(device)
+    permit = torch.ones(1, dtype=torch.int32, device=device)
     source = torch.randn(3_000_001, device=device)
     target = torch.zeros_like(source, dtype=torch.bfloat16 if converts else torch.float32)
-    permit = page.device_address(7)
     plan = DeviceCopyPlan.of_tensors([(source, target)], device, recorded=recorded, permit=permit)
     stream = torch.cuda.Stream(device)
     for allowed in (0, 1, 0):
         target.zero_()
+        permit.fill_(allowed)
         torch.cuda.synchronize(device)
-        page.store(7, allowed)
         plan.run(stream)
         stream.synchronize()
         assert torch.equal(target, source.to(target.dtype) if allowed else torch.zeros_like(target))
-    del plan
-    page.close()
 
 
 def test_nothing_is_staged_and_nothing_stays_exported(push_config, start) -> None:  # noqa: F811

@@ -173,14 +173,13 @@ for grid, persistent in ((len(rows), False), (7, True)):
     target.zero_(), halves.zero_()
     constants = dict(ELEMENTS=kernels.ELEMENTS, PERSISTENT=persistent, FROM=tl.float64, TO=tl.float32, CONVERTS=True)
     word = torch.zeros(1, dtype=torch.int32)
-    permit = torch.tensor([word.data_ptr()])
-    kernels.copy_rows[(grid,)](*columns, *ends, permit, **constants, PERMITTED=True)
+    kernels.copy_rows[(grid,)](*columns, *ends, word, **constants, PERMITTED=True)
     assert not target.any() and not halves.any(), persistent
     word.fill_(1)
-    kernels.copy_rows[(grid,)](*columns, *ends, permit, **constants, PERMITTED=True)
+    kernels.copy_rows[(grid,)](*columns, *ends, word, **constants, PERMITTED=True)
     assert torch.equal(target, wanted), persistent
     target.zero_(), halves.zero_()
-    kernels.copy_rows[(grid,)](*columns, *ends, permit, **constants, PERMITTED=False)
+    kernels.copy_rows[(grid,)](*columns, *ends, word, **constants, PERMITTED=False)
     assert torch.equal(target, wanted), persistent
     assert torch.equal(halves, floats.float()), persistent
 

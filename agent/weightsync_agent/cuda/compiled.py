@@ -83,7 +83,7 @@ def triton_problem(device: int) -> str | None:
                 nothing,
                 nothing.to(torch.int32),
                 *(0,) * 6,
-                nothing,
+                nothing.to(torch.int32),
                 module.ELEMENTS,
                 False,
                 None,

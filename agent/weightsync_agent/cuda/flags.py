@@ -100,12 +100,6 @@ class FlagPage:
         bind(self._device)
         check(self._wait(stream.cuda_stream, self._address(index, value), value, self._geq), "cuStreamWaitValue32")
 
-    def device_address(self, index: int) -> int:
-        """Where a kernel of the attached device reads the word."""
-        if self._device is None:
-            raise TransportError("this page of flags is not attached to a device")
-        return int(self._address(index, 0))
-
     def load(self, index: int) -> int:
         """The word now, read by the CPU."""
         return int(self._words[index])

@@ -95,13 +95,12 @@ def copy_rows(
 
     sources, destinations: int64 [rows], addresses; counts: int32 [rows], elements of the row's width (16, 8, 4, 2 or
     1 bytes, or FROM), at most ELEMENTS, of the widest half as many. end*: int32, the row behind the last of each kind;
-    rows at and behind `end_converted` are not touched. permit: int64 [1], with PERMITTED the address of an int32 that
-    each program looks at when it starts: where that is 0, it copies nothing.
+    rows at and behind `end_converted` are not touched. permit: int32 [1] in memory of the same GPU; with PERMITTED each
+    program looks at it when it starts, and copies nothing where it is 0.
     """
     if PERMITTED:
-        # Of the memory itself, whatever caches hold: another process takes the permission back there.
-        word = tl.load(tl.load(permit).to(tl.pointer_type(tl.int32)), volatile=True)
-        end_converted = tl.where(word != 0, end_converted, 0)
+        # Volatile: another process takes the permission back while this kernel runs.
+        end_converted = tl.where(tl.load(permit, volatile=True) != 0, end_converted, 0)
     if PERSISTENT:
         for row in range(tl.program_id(0), end_converted, tl.num_programs(0)):
             _copy_row(

@@ -38,8 +38,10 @@ class NamedStream:
         """What is queued here next waits for all that `caller` (None: the current stream) has queued until now."""
         caller = caller or torch.cuda.current_stream(self.device)
         with self._lock:
-            self._from_caller.record(caller)
             self._marked = False
+            if caller.query():
+                return
+            self._from_caller.record(caller)
             self.stream.wait_event(self._from_caller)
 
     def mark(self) -> None:

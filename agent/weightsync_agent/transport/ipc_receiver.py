@@ -39,7 +39,7 @@ from .ipc_sender import (
     SENT_WORD,
     TAKEN_WORD,
 )
-from .push import PERMIT_WORD, READY_WORD, SETTLE_SECONDS, WRITTEN_WORD, Targets, step_word
+from .push import READY_WORD, SETTLE_SECONDS, WRITTEN_WORD, Targets, step_word
 from .staging import Loader
 from .stand_ins import StandIns
 from .waiting import Waiter
@@ -127,7 +127,9 @@ class IpcReceiver(MappedReceiver):
             return Joined(route=route, self_test=self_test, no_targets=str(problem)[:4096])
         self.settled = True
         handles, placements = self._targets.handles, self._targets.placements
-        return Joined(route=route, self_test=self_test, targets=handles, placements=placements)
+        return Joined(
+            route=route, self_test=self_test, targets=handles, placements=placements, permit=self._targets.permit
+        )
 
     def _map(self, descriptor: int, region: Region) -> None:
         if region.kind == "driver":
@@ -237,19 +239,19 @@ class IpcReceiver(MappedReceiver):
     def _be_written(self, channel: ReceiveChannel) -> None:
         """Lets the sender write from when the engine has let go until all is there, and not a moment longer."""
         assert self._flags is not None
+        assert self._targets is not None
         flags, word = self._flags, step_word(channel.step)
         self._stream.synchronize()
         self._wait(channel, lambda: time.monotonic() >= self._settled_at)
         channel.started()
         try:
-            flags.store(PERMIT_WORD, 1)
+            self._targets.allow()
             flags.store(READY_WORD, word)
             self._wait(channel, lambda: flags.load(WRITTEN_WORD) == word)
         except BaseException:
+            self._targets.forbid()
             self._settled_at = time.monotonic() + SETTLE_SECONDS
             raise
-        finally:
-            flags.store(PERMIT_WORD, 0)
         self._empty()
         self._stream.synchronize()
 
@@ -313,12 +315,13 @@ class IpcReceiver(MappedReceiver):
         assert callable(done)
         waiter = Waiter()
         while not done():
+            if not waiter.pause():
+                continue
             channel.check()
             if channel.deadline.passed:
                 raise StepTimeout(
                     f"step {channel.step}: its buckets did not come within {channel.deadline.seconds:.3g} s"
                 )
-            waiter.pause()
 
     def _free(self, flags: FlagPage) -> None:
         """The step is given up: no stream of this process may go on waiting. Plain stores (rule 1 of flags.py)."""

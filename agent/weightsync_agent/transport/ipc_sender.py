@@ -112,8 +112,8 @@ class IpcSender(MappedSender[_Export]):
         self._find_tensors()
         if self._pushes and self._stand_ins is not None:
             for export in self._exports.values():
-                if export.pushed is not None and export.flags is not None:
-                    export.pushed.from_tensors(self._stand_ins.tensors, export.flags)
+                if export.pushed is not None:
+                    export.pushed.from_tensors(self._stand_ins.tensors)
         elif self.plan.mode == "Packed":
             self._make_plans()
         return self.plan.mode == "Direct" and self.plan.arena is None
@@ -274,15 +274,14 @@ class IpcSender(MappedSender[_Export]):
 
     def _map_targets(self, export: _Export, joined: Joined) -> None:
         """Raises FallBack where the receiver's tensors can't be written from here."""
-        assert export.flags is not None
         if joined.no_targets:
             raise FallBack(joined.no_targets)
         try:
             export.pushed = Pushed(joined, self.plan.manifest, self.plan.device)
             if self._stand_ins is not None:
-                export.pushed.from_tensors(self._stand_ins.tensors, export.flags)
+                export.pushed.from_tensors(self._stand_ins.tensors)
             else:
-                export.pushed.from_buckets(self._layout, self._slots, export.flags)
+                export.pushed.from_buckets(self._layout, self._slots)
         except TransportError as problem:
             raise FallBack(str(problem)) from None
 
@@ -379,15 +378,14 @@ class IpcSender(MappedSender[_Export]):
                     self._pushed(rank).run(stream)
                 waiting.remove(rank)
                 ready.append(rank)
-            if waiting:
+            if waiting and waiter.pause():
                 self._look_at(channel, waiting, "did not let go of its weights")
-                waiter.pause()
         if self._stand_ins is None:
             self._push_gathered(channel, ready)
         waiter = Waiter()
         while not self._stream.idle():
-            self._look_at(channel, ready, "was not written")
-            waiter.pause()
+            if waiter.pause():
+                self._look_at(channel, ready, "was not written")
         if channel.verify and self._converts:
             # Of what is there by now, which the receiver reads for itself.
             rank = next(rank for rank in ready if rank in channel.ranks)
@@ -477,15 +475,15 @@ class IpcSender(MappedSender[_Export]):
         """Until this end's part is done. Whoever left the step is no longer waited for: its word is released."""
         waiter = Waiter()
         while not self._stream.idle():
-            self._look(channel, pages)
-            waiter.pause()
+            if waiter.pause():
+                self._look(channel, pages)
 
     def _wait_word(self, channel: SendChannel, pages: dict[int, FlagPage], word: int, value: int) -> None:
         """Until every receiver's word is at least `value`. No stream waits here, only this thread."""
         waiter = Waiter()
         while any(page.load(word) < value for page in pages.values()):
-            self._look(channel, pages)
-            waiter.pause()
+            if waiter.pause():
+                self._look(channel, pages)
 
     def _look(self, channel: SendChannel, pages: dict[int, FlagPage]) -> None:
         """Takes messages in; frees the streams that wait for someone who left. Raises StepTimeout, TransportError."""

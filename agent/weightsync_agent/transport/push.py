@@ -7,9 +7,10 @@ first. What makes it safe:
 - The receiver exports its tensors by torch's handles once, when it joins, and the sender imports them once.
 - Within a step the receiver says when its engine has let go of the weights (READY), the sender when all is written
   (WRITTEN). Both are words of the page that they share.
-- The sender's kernel looks at a third word, PERMIT, whenever one of its programs starts, and copies nothing where it is
-  0. The receiver takes the permission back as soon as the step is over or broken off. So a sender that was stopped in
-  mid-step and runs on an hour later finds no permission, though it still has the memory mapped.
+- The sender's kernel looks at a word of the receiver's GPU memory, the permission, whenever one of its programs starts,
+  and copies nothing where it is 0. The receiver takes it back when a step breaks off, and for good when it closes. So a
+  sender that was stopped in mid-step and runs on an hour later writes nothing, though it still has the memory mapped.
+  It is given again only to the next step, which that sender can't begin before it has done with the one before.
 - A program that has started may still write, 64 KiB at most, and the GPU may have set its process aside in that moment.
   So after a step that broke off the receiver lets SETTLE_SECONDS go by before anybody may write again.
 """
@@ -27,16 +28,15 @@ from ..cuda.arena import DeviceArena, bytes_at
 from ..cuda.copy_plan import DeviceCopyPlan, piece_runs
 from ..cuda.digest import DeviceDigest
 from ..cuda.export import ExportLedger, why_torch_handles_fail
-from ..cuda.flags import FlagPage
 from ..cuda.importer import TorchImport
 from ..errors import ConfigError, TransportError, WeightSyncError
 from ..identity import is_gone
 from ..manifest import Layout, Manifest
 from ..protocol import Identity, Joined
 
-PERMIT_WORD, READY_WORD, WRITTEN_WORD = 0, 16, 32
-"""The flag page's words: 1 while the sender may write; the step's number (`step_word`) once the receiver stands still,
-and once all is written."""
+READY_WORD, WRITTEN_WORD = 16, 32
+"""The flag page's words: the step's number (`step_word`) once the receiver's engine stands still, and once all is
+written."""
 
 SETTLE_SECONDS = 1.0
 """Longer than any process waits for its turn on a GPU, by two orders."""
@@ -57,10 +57,15 @@ class Targets:
         """`tensors`: plain, in manifest order. Raises TransportError with why they can't be exported."""
         if problem := why_torch_handles_fail(own, sender):
             raise TransportError(problem)
+        self._permitted = False
         self._sender = sender
         self._ledger = ExportLedger(device, STRANDED_LIMIT)
         try:
-            self.handles, self.placements = self._ledger.export_all(tensors)
+            self._permit = torch.ones(1, dtype=torch.int32, device=device)
+            self.handles, placements = self._ledger.export_all([*tensors, self._permit])
+            self.placements, self.permit = placements[:-1], placements[-1]
+            self._permitted = True
+            torch.cuda.synchronize(device)
         except (ConfigError, TransportError) as problem:
             self.close()
             raise TransportError(str(problem)) from None
@@ -69,7 +74,22 @@ class Targets:
     def unreleased(self) -> int:
         return self._ledger.unreleased
 
+    def allow(self) -> None:
+        """Lets the sender write, once all that it was let write before has settled."""
+        if not self._permitted:
+            self._permit.fill_(1)
+            torch.cuda.current_stream(self._permit.device).synchronize()
+            self._permitted = True
+
+    def forbid(self) -> None:
+        """Lets no kernel of the sender's write from now on; one program may still be at it for SETTLE_SECONDS."""
+        if self._permitted:
+            self._permitted = False
+            self._permit.zero_()
+            torch.cuda.current_stream(self._permit.device).synchronize()
+
     def close(self) -> None:
+        self.forbid()
         self._ledger.retire_all(importer_gone=is_gone(self._sender))
 
 
@@ -88,29 +108,29 @@ class Pushed:
         self._imports: list[TorchImport] = []
         self._digest: DeviceDigest | None = None
         self._plans: list[DeviceCopyPlan] = []
+        self._permit: torch.Tensor | None = None
         try:
             for handle in joined.targets:
                 self._imports.append(TorchImport(handle, device))
             self._pointers = self._places(joined.placements)
+            self._permit = self._permission(joined)
         except WeightSyncError as problem:
             self.close()
             raise TransportError(str(problem)) from None
 
-    def from_tensors(self, sources: Sequence[torch.Tensor], flags: FlagPage) -> None:
+    def from_tensors(self, sources: Sequence[torch.Tensor]) -> None:
         """All in one launch, from the trainer's tensors in manifest order, plain; another floating dtype is converted.
 
         Raises TransportError where this GPU or torch can't do it.
         """
-        permit = flags.device_address(PERMIT_WORD)
         try:
-            plan = DeviceCopyPlan.of_tensors(self._pairs(sources), self._device, recorded=True, permit=permit)
+            plan = DeviceCopyPlan.of_tensors(self._pairs(sources), self._device, recorded=True, permit=self._permit)
         except ValueError as problem:
             raise TransportError(str(problem)) from None
         self._plans = [plan]
 
-    def from_buckets(self, layout: Layout, slots: Sequence[DeviceArena], flags: FlagPage) -> None:
+    def from_buckets(self, layout: Layout, slots: Sequence[DeviceArena]) -> None:
         """A launch for each bucket, from the slot that it is gathered into. Raises as `from_tensors`."""
-        permit = flags.device_address(PERMIT_WORD)
         pointers = np.array(self._pointers, np.int64)
         also: dict[int, list[int]] = {}
         for index, entry in enumerate(self._manifest.tensors):
@@ -122,9 +142,15 @@ class Pushed:
                     replace(piece, tensor=i) for piece in pieces for i in (piece.tensor, *also.get(piece.tensor, ()))
                 ]
                 runs = piece_runs(widened, pointers, slots[bucket % len(slots)].pointer, into="Tensors")
-                self._plans.append(DeviceCopyPlan(runs, self._device, recorded=True, permit=permit))
+                self._plans.append(DeviceCopyPlan(runs, self._device, recorded=True, permit=self._permit))
         except ValueError as problem:
             raise TransportError(str(problem)) from None
+
+    def _permission(self, joined: Joined) -> torch.Tensor:
+        handle, offset = joined.permit or (len(self._imports), 0)
+        if handle >= len(self._imports) or offset % 4:
+            raise TransportError("the receiver does not say where its permission lies")
+        return bytes_at(self._imports[handle].pointer_at(offset, 4), 4)[0].view(torch.int32)
 
     def _places(self, placements: tuple[tuple[int, int], ...]) -> list[int]:
         """Address of each of the receiver's tensors in this process; 0 for one without bytes."""
@@ -173,7 +199,7 @@ class Pushed:
 
     def close(self) -> None:
         """Releases every import, exactly once. Idempotent."""
-        self._plans, self._digest = [], None
+        self._plans, self._digest, self._permit = [], None, None
         for opened in self._imports:
             opened.close()
         self._imports = []

@@ -9,14 +9,25 @@ SPIN_SECONDS = 0.005
 
 SLEEP_SECONDS = 5e-5
 
+LOOK_SECONDS = 1e-4
+"""A look at the sockets takes tens of microseconds, one at a word less than one: so often the sockets, at most."""
+
 
 class Waiter:
     """One wait: call `pause` between two looks."""
 
-    __slots__ = ("_spin_until",)
+    __slots__ = ("_look_at", "_spin_until")
 
     def __init__(self) -> None:
-        self._spin_until = time.monotonic() + SPIN_SECONDS
+        now = time.monotonic()
+        self._spin_until = now + SPIN_SECONDS
+        self._look_at = now + LOOK_SECONDS
 
-    def pause(self) -> None:
-        time.sleep(0 if time.monotonic() < self._spin_until else SLEEP_SECONDS)
+    def pause(self) -> bool:
+        """Yields, or sleeps. True: it is time to look at messages and the deadline too."""
+        now = time.monotonic()
+        time.sleep(0 if now < self._spin_until else SLEEP_SECONDS)
+        if now < self._look_at:
+            return False
+        self._look_at = now + LOOK_SECONDS
+        return True
