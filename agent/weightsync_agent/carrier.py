@@ -41,13 +41,15 @@ class Carrier:
         self._meter = meter
         self._router = router
         self._errors = errors
+        self._foretold: tuple[protocol.Begin, bytes] | None = None
+        """The next step's Begin and its frame, as laid ahead."""
         self._group: tuple[int, ...] = ()
         self._epoch = 0
 
     @property
     def checks_late(self) -> bool:
         """`carry` looks itself whether tensors moved, while the receivers copy. Otherwise it is to be done before."""
-        return self._transport.whole and self._addresses.many
+        return self._transport.overlaps and self._addresses.many
 
     def carry(self, channel: StepChannel) -> None:
         """Until every receiver has acknowledged or left the step.
@@ -56,17 +58,16 @@ class Carrier:
         ConfigError, where they moved.
         """
         config, transport, step = self._config, self._transport, channel.step
-        if not transport.whole:
+        if not transport.overlaps:
             self._meter.before()
         verify = config.verify.mode == VerifyMode.DIGEST and (
             step % config.verify.every_steps == 0 or any(not p.verified_once for p in channel.members.values())
         )
         channel.verify = verify
         digests = b""
-        if transport.whole and not verify:
+        if transport.overlaps and not verify:
             # Written while the trainer's last kernels still run: what comes after the fence, the receivers wait for.
-            begin = self._begin(channel)
-            frame = protocol.encode(begin)
+            begin, frame = self._ready(channel)
             transport.fence()
             transport.open_step(step)
         else:
@@ -80,20 +81,49 @@ class Carrier:
         for rank in channel.ranks:
             transport.lay(rank, frame)
         channel.begin(begin)
-        if self.checks_late:
-            self._addresses.check(BROKEN_OFF)
-        self._addresses.check_sizes(BROKEN_OFF)
+        channel.when_started = lambda: self._meanwhile(channel, begin)
         if transport.whole:
-            # While the receivers copy: nothing was allocated since the step began, and nothing will be.
-            self._meter.before()
-            channel.memory = self._meter.after()
+            channel.started()
         else:
+            if not transport.overlaps:
+                self._addresses.check_sizes(BROKEN_OFF)
             transport.send(channel)
             digests = transport.digests() if verify else b""
         if not begin.whole:
             channel.post(protocol.Commit(step=step, digests=digests))
         channel.committed_at = time.perf_counter()
         channel.wait_acks(channel.deadline.earlier(config.ack_timeout_seconds))
+
+    def _meanwhile(self, channel: StepChannel, begin: protocol.Begin) -> None:
+        """What nobody waits for, since the step's copies run. Raises Moved, ConfigError."""
+        if self.checks_late:
+            self._addresses.check(BROKEN_OFF)
+        self._addresses.check_sizes(BROKEN_OFF)
+        # Nothing was allocated since the step began, and nothing will be.
+        self._meter.before()
+        channel.memory = self._meter.after()
+        update = {
+            "step": begin.step + 1, "verify": False, "whole": self._needs_no_commit(verify=False), "digests": b"",
+            "timeout_seconds": self._config.step_timeout_seconds,
+        }  # fmt: skip
+        following = begin.model_copy(update=update)
+        self._foretold = following, protocol.encode(following)
+        for rank in channel.ranks:
+            self._transport.lay_ahead(rank, self._foretold[1])
+
+    def _ready(self, channel: StepChannel) -> tuple[protocol.Begin, bytes]:
+        """This step's Begin and its frame: those that were laid ahead, if they say how it is now."""
+        foretold, self._foretold = self._foretold, None
+        if (
+            foretold is not None
+            and foretold[0].step == channel.step
+            and foretold[0].whole == self._needs_no_commit(channel.verify)
+            and foretold[0].flag_base == self._transport.flag_base
+            and channel.deadline.remaining > 0.9 * foretold[0].timeout_seconds
+        ):
+            return foretold
+        begin = self._begin(channel)
+        return begin, protocol.encode(begin)
 
     def _begin(self, channel: StepChannel, digests: bytes = b"") -> protocol.Begin:
         whole = self._needs_no_commit(channel.verify)

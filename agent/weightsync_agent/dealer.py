@@ -41,7 +41,7 @@ class Dealer:
         self.connected = False
         self.owes_hello = False
         """Every new connection is a sender that may be a new one: Hello goes first on each."""
-        self.find: Callable[[], bytes | None] | None = None
+        self.find: Callable[[], protocol.FromSender | None] | None = None
         """Gives what the sender laid where it is seen sooner than sent (transport/mailbox.py), where there is such."""
         self._errors = errors
         self._hello = hello
@@ -124,7 +124,11 @@ class Dealer:
         # The socket first: a message that is there costs no poll.
         frame = self._receive()
         if frame is None and timeout > 0:
-            frame = self._look()
+            found = self._look()
+            if isinstance(found, bytes):
+                frame = found
+            elif found is not None:
+                return found
         if frame is None:
             self.greet()
             timeout = min(timeout, HELLO_SECONDS) if self.owes_hello else timeout
@@ -142,10 +146,10 @@ class Dealer:
             self.post(protocol.Error(cause=str(error)))
             return None
 
-    def _look(self) -> bytes | None:
+    def _look(self) -> protocol.FromSender | bytes | None:
         while self.find is not None and time.perf_counter() < self._look_until:
-            if (frame := self.find()) is not None:
-                return frame
+            if (message := self.find()) is not None:
+                return message
             if wire.readable(self._socket):
                 return self._receive()
             if wire.readable(self._monitor):

@@ -7,7 +7,7 @@ import time
 import traceback
 from collections import Counter
 
-from weightsync_api.reports import AgentState, MemorySample
+from weightsync_api.reports import AgentState
 
 from . import protocol
 from .dealer import Dealer
@@ -43,12 +43,14 @@ class StepReceiver:
         """The step's number once it is whole and acknowledged; None where it broke off, and the target is tainted."""
         standing = self._standing
         began = time.perf_counter()
-        sampled: list[MemorySample] = []
+        early: list[protocol.Ack] = []
 
         def started() -> None:
             self._meter.before()
             if transport.settled and not begin.verify:
-                sampled.append(self._meter.after())
+                ack = protocol.Ack(step=begin.step, load_microseconds=0, verified=False, memory=self._meter.after())
+                transport.lay_ahead(protocol.encode(ack))
+                early.append(ack)
 
         channel = ReceiverStepChannel(begin, self._dealer.post, self._dealer.take, started)
         # From here on bytes land: whatever happens, the weights are mixed until the step is whole.
@@ -76,15 +78,18 @@ class StepReceiver:
             return None
         finally:
             self.in_step = False
-        standing.memory = sampled[0] if sampled else self._meter.after()
+        took = round((time.perf_counter() - began) * 1e6)
+        laid = bool(early) and transport.confirm(took)
+        if early:
+            ack = early[0].model_copy(update={"load_microseconds": took})
+        else:
+            ack = protocol.Ack(
+                step=begin.step, load_microseconds=took, verified=begin.verify, memory=self._meter.after()
+            )
+        if not laid:
+            transport.lay(protocol.encode(ack))
+        standing.memory = ack.memory
         standing.state, standing.message, standing.step = AgentState.SYNCED, "", begin.step
-        ack = protocol.Ack(
-            step=begin.step,
-            load_microseconds=round((time.perf_counter() - began) * 1e6),
-            verified=begin.verify,
-            memory=standing.memory,
-        )
-        transport.lay(protocol.encode(ack))
         if not _seen(transport):
             self._dealer.post(ack)
         return begin.step

@@ -14,7 +14,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 
 import zmq
 from weightsync_api.agent_config import AgentConfig
@@ -142,6 +141,8 @@ class Router:
                 if self._found(self._channel):
                     return
                 time.sleep(0)  # the trainer's other threads go first
+        elif self._channel is not None:
+            self._found(self._channel)
         if timeout <= 0 or wire.readable(self._socket) or self._socket.poll(max(1, round(timeout * 1000))):
             self.take_all()
 
@@ -156,11 +157,12 @@ class Router:
         """Takes in what receivers laid where it is seen sooner than sent (transport/mailbox.py)."""
         any_found = False
         for rank in channel.ranks:
-            if rank not in channel.acks and (frame := self._transport.find(rank)) is not None:
-                with suppress(protocol.ProtocolError):  # torn or foolish: what counts comes over the socket too
-                    if channel.take(channel.members[rank], protocol.decode_from_receiver(frame)):
-                        self._transport.took(rank)
-                        any_found = True
+            if rank not in channel.acks and (message := self._transport.find(rank)) is not None:
+                if isinstance(message, protocol.Ack) and (note := self._transport.note(rank)):
+                    message = message.model_copy(update={"load_microseconds": note})
+                if channel.take(channel.members[rank], message):
+                    self._transport.took(rank)
+                    any_found = True
         return any_found
 
     def _take(self, frames: list[bytes]) -> None:

@@ -42,6 +42,8 @@ class StepChannel:
         """The sender's own, where it was read within the step."""
         self.committed_at = 0.0
         """time.perf_counter() when the last of the step's data was out."""
+        self.when_started: Callable[[], None] = lambda: None
+        """What `started` does."""
         self._post = post
         self._poll = poll
         self._drained = dict.fromkeys(self.members, -1)
@@ -61,6 +63,9 @@ class StepChannel:
                 self.absent.append(self.members.pop(rank))
         if not self.members:
             raise TransportError(f"step {self.step}: every receiver was gone when it began")
+
+    def started(self) -> None:
+        self.when_started()
 
     def post(self, message: Message, rank: int | None = None) -> None:
         for target in self.ranks if rank is None else [rank]:

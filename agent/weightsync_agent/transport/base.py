@@ -31,7 +31,7 @@ import torch
 
 from ..deadline import Deadline
 from ..manifest import Manifest
-from ..protocol import Identity, Joined, Message, Offer, Regroup, Regrouped, Welcome
+from ..protocol import FromReceiver, FromSender, Identity, Joined, Message, Offer, Regroup, Regrouped, Welcome
 from ..targets import Target
 
 
@@ -84,6 +84,12 @@ class SendChannel(Protocol):
     @property
     def ranks(self) -> Sequence[int]:
         """Receivers still in the step; one that failed or died is gone from it."""
+        ...
+
+    def started(self) -> None:
+        """To be called once by a transport that `overlaps`: its copies are queued. Raises where the step must not be
+        called whole, whatever was copied: tensors had moved.
+        """
         ...
 
     def post(self, message: Message, rank: int | None = None) -> None:
@@ -152,6 +158,11 @@ class SenderTransport(ABC):
         return self.plan.mode == "Direct" and not self.collective
 
     @property
+    def overlaps(self) -> bool:
+        """True: this end's host is free while a step's copies run, and `send` says when (`SendChannel.started`)."""
+        return self.whole
+
+    @property
     @abstractmethod
     def route(self) -> str:
         """What the bytes really go through, such as SharedMemory, CUDA-IPC, P2P/CUMEM, NET/Socket."""
@@ -185,9 +196,16 @@ class SenderTransport(ABC):
     def lay(self, rank: int, frame: bytes) -> None:
         """Lays a copy of a message to a receiver where it is seen sooner than over ZeroMQ, if it is looking."""
 
-    def find(self, rank: int) -> bytes | None:
+    def lay_ahead(self, rank: int, frame: bytes) -> None:
+        """Lays a message that will be due: it counts once the very same is given to `lay`."""
+
+    def find(self, rank: int) -> FromReceiver | None:
         """A message that a receiver laid so. Never waits."""
         return None
+
+    def note(self, rank: int) -> int:
+        """What the receiver confirmed the message with that `find` gave last; 0: it was not laid ahead."""
+        return 0
 
     def took(self, rank: int) -> None:
         """The message that `find` gave last was of use: the receiver need not send it over ZeroMQ."""
@@ -269,7 +287,14 @@ class ReceiverTransport(ABC):
     def lay(self, frame: bytes) -> None:
         """As SenderTransport.lay, to the sender."""
 
-    def find(self) -> bytes | None:
+    def lay_ahead(self, frame: bytes) -> None:
+        """Lays a message that counts once `confirm` says so."""
+
+    def confirm(self, note: int) -> bool:
+        """Makes what was laid ahead count, and lays a number beside it. False: nothing is there."""
+        return False
+
+    def find(self) -> FromSender | None:
         """As SenderTransport.find, from the sender."""
         return None
 

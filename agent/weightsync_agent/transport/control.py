@@ -6,13 +6,14 @@ peer that is looking.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Self, TypeVar
+from typing import Generic, TypeVar
 
 from ..errors import Closed, TransportError
 from ..host_memory import ControlPage, HostMemory
 from ..manifest import Manifest
-from ..protocol import Welcome
+from ..protocol import FromReceiver, FromSender, ProtocolError, Welcome, decode_from_receiver, decode_from_sender
 from ..targets import Target
 from .base import ReceiverTransport, SenderTransport, SendPlan
 from .mailbox import CONTROL_BYTES, FROM_RECEIVER, FROM_SENDER, Mailbox
@@ -24,23 +25,29 @@ FIRST_EXPORT_WORD = 1
 released."""
 
 
-class Control:
-    """One end's view of the control memory, which it closes."""
+M = TypeVar("M")
 
-    def __init__(self, memory: HostMemory, out: int, inbox: int) -> None:
+
+class Control(Generic[M]):
+    """One end's view of the control memory, which it closes. `decode`: of the peer's frames."""
+
+    def __init__(self, memory: HostMemory, out: int, inbox: int, decode: Callable[[bytes], M]) -> None:
         self.memory = memory
+        self._decode = decode
+        self._early: tuple[bytes, M | None] | None = None
         self._page = ControlPage(memory)
         self._mailbox = Mailbox(memory, out, inbox) if memory.nbytes >= CONTROL_BYTES else None
 
-    @classmethod
-    def create(cls) -> Self:
+    @staticmethod
+    def create() -> Control[FromReceiver]:
         """The sender's, new. Raises TransportError where there is no memory."""
-        return cls(HostMemory.create(CONTROL_BYTES, "weightsync-control"), FROM_SENDER, FROM_RECEIVER)
+        memory = HostMemory.create(CONTROL_BYTES, "weightsync-control")
+        return Control(memory, FROM_SENDER, FROM_RECEIVER, decode_from_receiver)
 
-    @classmethod
-    def mapped(cls, memory: HostMemory) -> Self:
+    @staticmethod
+    def mapped(memory: HostMemory) -> Control[FromSender]:
         """The receiver's."""
-        return cls(memory, FROM_RECEIVER, FROM_SENDER)
+        return Control(memory, FROM_RECEIVER, FROM_SENDER, decode_from_sender)
 
     # --- steps --------------------------------------------------------------------------------------------------
 
@@ -79,8 +86,39 @@ class Control:
         if self._mailbox is not None:
             self._mailbox.lay(frame)
 
-    def find(self) -> bytes | None:
-        return self._mailbox.find() if self._mailbox is not None else None
+    def lay_ahead(self, frame: bytes) -> None:
+        if self._mailbox is not None:
+            self._mailbox.lay_ahead(frame)
+
+    def confirm(self, note: int) -> bool:
+        return self._mailbox is not None and self._mailbox.confirm(note)
+
+    def find(self) -> M | None:
+        """What came since the last call, and counts; None too for what is no message: what counts comes over the
+        socket as well. What was laid ahead is decoded in the meantime.
+        """
+        box = self._mailbox
+        if box is None:
+            return None
+        frame, early = box.find(), self._early
+        if frame is None:
+            ahead = box.foresee()
+            if ahead is not None and (early is None or early[0] is not ahead):
+                self._early = (ahead, self._decoded(ahead))
+            return None
+        self._early = None
+        return early[1] if early is not None and early[0] == frame else self._decoded(frame)
+
+    @property
+    def note(self) -> int:
+        """What the peer confirmed the message with that `find` gave last; 0: it was not laid ahead."""
+        return self._mailbox.note if self._mailbox is not None else 0
+
+    def _decoded(self, frame: bytes) -> M | None:
+        try:
+            return self._decode(frame)
+        except ProtocolError:
+            return None
 
     def took(self) -> None:
         if self._mailbox is not None:
@@ -102,7 +140,7 @@ def _word_of(step: int) -> int:
 class Shared:
     """What a sender shares with one receiver, whatever else that is."""
 
-    control: Control
+    control: Control[FromReceiver]
 
 
 S = TypeVar("S", bound=Shared)
@@ -120,9 +158,17 @@ class MappedSender(SenderTransport, Generic[S]):
         if (export := self._exports.get(rank)) is not None:
             export.control.lay(frame)
 
-    def find(self, rank: int) -> bytes | None:
+    def lay_ahead(self, rank: int, frame: bytes) -> None:
+        if (export := self._exports.get(rank)) is not None:
+            export.control.lay_ahead(frame)
+
+    def find(self, rank: int) -> FromReceiver | None:
         export = self._exports.get(rank)
         return export.control.find() if export is not None else None
+
+    def note(self, rank: int) -> int:
+        export = self._exports.get(rank)
+        return export.control.note if export is not None else 0
 
     def took(self, rank: int) -> None:
         if (export := self._exports.get(rank)) is not None:
@@ -142,13 +188,20 @@ class MappedReceiver(ReceiverTransport):
 
     def __init__(self, welcome: Welcome, manifest: Manifest, target: Target) -> None:
         super().__init__(welcome, manifest, target)
-        self._control: Control | None = None
+        self._control: Control[FromSender] | None = None
 
     def lay(self, frame: bytes) -> None:
         if self._control is not None:
             self._control.lay(frame)
 
-    def find(self) -> bytes | None:
+    def lay_ahead(self, frame: bytes) -> None:
+        if self._control is not None:
+            self._control.lay_ahead(frame)
+
+    def confirm(self, note: int) -> bool:
+        return self._control is not None and self._control.confirm(note)
+
+    def find(self) -> FromSender | None:
         return self._control.find() if self._control is not None else None
 
     def taken(self) -> bool:
