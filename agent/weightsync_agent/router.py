@@ -141,8 +141,8 @@ class Router:
                 if self._found(self._channel):
                     return
                 time.sleep(0)  # the trainer's other threads go first
-        elif self._channel is not None:
-            self._found(self._channel)
+        elif self._channel is not None and self._found(self._channel) and timeout > 0:
+            return
         if timeout <= 0 or wire.readable(self._socket) or self._socket.poll(max(1, round(timeout * 1000))):
             self.take_all()
 
