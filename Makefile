@@ -71,7 +71,8 @@ lock: | $(BIN)/python ## Pin what the images install anew: images/*.lock.
 	@UV=$(BIN)/uv images/lock.sh
 
 test-gpu: $(GPU_READY) ## Run the tests that need a GPU; those that need two are skipped with one.
-	$(GPU_PYTHON) -m pytest $(PYTEST_ARGS) tests/gpu
+	$(GPU_PYTHON) -m pytest -n auto --maxprocesses 8 -m "not alone" $(PYTEST_ARGS) tests/gpu
+	$(GPU_PYTHON) -m pytest -m alone $(PYTEST_ARGS) tests/gpu
 
 test-engines: $(VENV)/.test ## Run the tests with real engines: installs vLLM, verl, SGLang and TRL once (8 GB on disk), then 20 minutes.
 	@PYTHON=$(abspath $(BIN)/python) tests/engines/install.sh vllm verl sglang trainers

@@ -50,6 +50,7 @@ def until(condition: Any, seconds: float = 20.0) -> bool:
     return True
 
 
+@pytest.mark.alone
 def test_closing_gives_the_memory_back_to_the_device(device: torch.device) -> None:
     torch.zeros(1, device=device)
     before = free_bytes(device)
@@ -74,6 +75,7 @@ def test_closing_gives_the_memory_back_to_the_device(device: torch.device) -> No
         arena.export_fd()
 
 
+@pytest.mark.alone
 def test_a_hundred_arenas_leave_nothing(device: torch.device) -> None:
     torch.zeros(1, device=device)
     before = free_bytes(device)
@@ -83,6 +85,7 @@ def test_a_hundred_arenas_leave_nothing(device: torch.device) -> None:
     assert before - free_bytes(device) < KERNELS < 100 * GRANULARITY
 
 
+@pytest.mark.alone
 def test_views_are_known_and_memory_waits_for_the_last_of_them(device: torch.device) -> None:
     arena = DeviceArena.create(SIZE, device)
     assert not arena.views_alive()
@@ -112,6 +115,7 @@ def test_two_processes_share_one_memory_by_descriptor(device: torch.device, peer
         assert peer.call(unmap) is False
 
 
+@pytest.mark.alone
 def test_a_killed_importer_strands_nothing(device: torch.device, victim: Peer) -> None:
     torch.zeros(1, device=device)
     before = free_bytes(device)  # the other process has no context yet

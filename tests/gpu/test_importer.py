@@ -150,6 +150,7 @@ def test_ones_own_export_is_refused(device: torch.device) -> None:
     export.retire(importer_gone=True)
 
 
+@pytest.mark.alone
 def test_a_killed_importer_is_noticed_and_its_memory_comes_back(device: torch.device, victim: Peer) -> None:
     size = 256 * MIB
     ledger = ExportLedger(device, limit_bytes=size - 1)
@@ -173,6 +174,7 @@ def test_a_killed_importer_is_noticed_and_its_memory_comes_back(device: torch.de
     assert until(lambda: free_bytes(device) >= before - KERNELS), f"{before - free_bytes(device)} bytes are stranded"
 
 
+@pytest.mark.alone
 def test_an_importer_that_is_known_to_be_dead_strands_nothing(device: torch.device, victim: Peer) -> None:
     size = 256 * MIB
     ledger = ExportLedger(device, limit_bytes=0)

@@ -76,7 +76,9 @@ class NamedStream:
 
     def synchronize_caller(self) -> None:
         """Waits for all that the current stream has queued."""
-        torch.cuda.current_stream(self.device).synchronize()
+        caller = torch.cuda.current_stream(self.device)
+        if not caller.query():  # which takes a third of what waiting for an idle stream does
+            caller.synchronize()
 
     @property
     def pointer(self) -> int:
