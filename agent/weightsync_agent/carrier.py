@@ -109,7 +109,7 @@ class Carrier:
         following = begin.model_copy(update=update)
         self._foretold = following, protocol.encode(following)
         for rank in channel.ranks:
-            self._transport.lay_ahead(rank, self._foretold[1])
+            self._transport.lay_ahead(rank, following.step, self._foretold[1])
 
     def _ready(self, channel: StepChannel) -> tuple[protocol.Begin, bytes]:
         """This step's Begin and its frame: those that were laid ahead, if they say how it is now."""

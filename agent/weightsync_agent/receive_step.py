@@ -49,7 +49,7 @@ class StepReceiver:
             self._meter.before()
             if transport.settled and not begin.verify:
                 ack = protocol.Ack(step=begin.step, load_microseconds=0, verified=False, memory=self._meter.after())
-                transport.lay_ahead(protocol.encode(ack))
+                transport.lay_ahead(begin.step, protocol.encode(ack))
                 early.append(ack)
 
         channel = ReceiverStepChannel(begin, self._dealer.post, self._dealer.take, started)

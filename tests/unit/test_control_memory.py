@@ -63,7 +63,7 @@ def test_what_is_no_message_is_none_and_the_next_one_is_found(ends: tuple[Contro
     for frame in (b"nonsense", b"\xff\x00", encode(Drained(step=1, bucket=0))):
         sender.lay(frame)
         assert receiver.find() is None
-        sender.lay_ahead(frame)
+        sender.lay_ahead(1, frame)
         assert receiver.find() is None
         sender.confirm(0)
         assert receiver.find() is None
@@ -74,7 +74,7 @@ def test_what_is_no_message_is_none_and_the_next_one_is_found(ends: tuple[Contro
 def test_a_message_laid_ahead_counts_once_it_is_confirmed_and_only_then(ends: tuple[Control, Control]) -> None:
     sender, receiver = ends
     for looked_before in (True, False):
-        sender.lay_ahead(encode(Commit(step=7)))
+        sender.lay_ahead(7, encode(Commit(step=7)))
         if looked_before:
             assert receiver.find() is None
         assert sender.confirm(123)
@@ -86,14 +86,30 @@ def test_a_message_laid_ahead_counts_once_it_is_confirmed_and_only_then(ends: tu
         assert sender.taken()
 
 
+def test_a_message_laid_ahead_does_not_count_by_the_word_of_the_step_before(ends: tuple[Control, Control]) -> None:
+    """However late the peer looks, and however much was laid and confirmed in between."""
+    sender, receiver = ends
+    for step in range(1, 5):
+        sender.lay_ahead(step, encode(Commit(step=step)))
+        if step == 2:
+            assert receiver.find() is None
+        sender.confirm(step)
+        sender.lay_ahead(step + 1, encode(Commit(step=step + 1)))
+        assert receiver.find() is None
+        assert not sender.taken()
+    sender.confirm(9)
+    assert receiver.find() == Commit(step=5)
+    assert receiver.note == 9
+
+
 def test_laying_what_was_laid_ahead_confirms_it_and_laying_another_takes_it_back(ends: tuple[Control, Control]) -> None:
     sender, receiver = ends
-    ahead, other = Commit(step=8), Commit(step=9)
-    sender.lay_ahead(encode(ahead))
+    ahead, other = Commit(step=8), Commit(step=10)
+    sender.lay_ahead(8, encode(ahead))
     assert receiver.find() is None
     sender.lay(encode(ahead))
     assert (receiver.find(), receiver.find()) == (ahead, None)
-    sender.lay_ahead(encode(ahead))
+    sender.lay_ahead(9, encode(Commit(step=9)))
     assert receiver.find() is None
     sender.lay(encode(other))
     assert (receiver.find(), receiver.find()) == (other, None)
@@ -106,7 +122,7 @@ def test_memory_of_a_sender_without_boxes_serves_for_words_alone() -> None:
         sender = Control(memory, 1, 2, decode_from_receiver)
         receiver = Control.mapped(HostMemory.map(os.dup(memory.fd), memory.nbytes))
         sender.lay(encode(Bye()))
-        sender.lay_ahead(encode(Bye()))
+        sender.lay_ahead(1, encode(Bye()))
         assert not sender.confirm(1)
         assert receiver.find() is None
         assert not sender.taken()

@@ -196,8 +196,8 @@ class SenderTransport(ABC):
     def lay(self, rank: int, frame: bytes) -> None:
         """Lays a copy of a message to a receiver where it is seen sooner than over ZeroMQ, if it is looking."""
 
-    def lay_ahead(self, rank: int, frame: bytes) -> None:
-        """Lays a message that will be due: it counts once the very same is given to `lay`."""
+    def lay_ahead(self, rank: int, step: int, frame: bytes) -> None:
+        """Lays a message of this step that will be due: it counts once the very same is given to `lay`."""
 
     def find(self, rank: int) -> FromReceiver | None:
         """A message that a receiver laid so. Never waits."""
@@ -287,8 +287,8 @@ class ReceiverTransport(ABC):
     def lay(self, frame: bytes) -> None:
         """As SenderTransport.lay, to the sender."""
 
-    def lay_ahead(self, frame: bytes) -> None:
-        """Lays a message that counts once `confirm` says so."""
+    def lay_ahead(self, step: int, frame: bytes) -> None:
+        """Lays a message of this step that counts once `confirm` says so."""
 
     def confirm(self, note: int) -> bool:
         """Makes what was laid ahead count, and lays a number beside it. False: nothing is there."""

@@ -34,7 +34,14 @@ class Control(Generic[M]):
     def __init__(self, memory: HostMemory, out: int, inbox: int, decode: Callable[[bytes], M]) -> None:
         self.memory = memory
         self._decode = decode
+        self._ahead: tuple[int, bytes] = (0, b"")
+        """The word and the frame of what was laid ahead and not confirmed yet."""
         self._early: tuple[bytes, M | None] | None = None
+        """The frame that the peer laid ahead, decoded."""
+        self._counted: bytes | None = None
+        """The last of those that counted."""
+        self.note = 0
+        """What the peer confirmed the message with that `find` gave last; 0: it was not laid ahead."""
         self._page = ControlPage(memory)
         self._mailbox = Mailbox(memory, out, inbox) if memory.nbytes >= CONTROL_BYTES else None
 
@@ -83,15 +90,25 @@ class Control(Generic[M]):
     # --- messages -----------------------------------------------------------------------------------------------
 
     def lay(self, frame: bytes) -> None:
-        if self._mailbox is not None:
+        """The very message that was laid ahead is confirmed instead."""
+        if self._mailbox is not None and not (frame == self._ahead[1] and self.confirm()):
+            self._ahead = (0, b"")
             self._mailbox.lay(frame)
 
-    def lay_ahead(self, frame: bytes) -> None:
-        if self._mailbox is not None:
-            self._mailbox.lay_ahead(frame)
+    def lay_ahead(self, step: int, frame: bytes) -> None:
+        """A message of this step, which counts once it is confirmed."""
+        self._ahead = (0, b"")
+        if self._mailbox is not None and self._mailbox.lay(frame, ahead=True):
+            self._ahead = (_word_of(step), frame)
 
-    def confirm(self, note: int) -> bool:
-        return self._mailbox is not None and self._mailbox.confirm(note)
+    def confirm(self, note: int = 0) -> bool:
+        """Makes what was laid ahead count, once. False: nothing is there."""
+        word, _ = self._ahead
+        self._ahead = (0, b"")
+        if self._mailbox is None or not word:
+            return False
+        self._mailbox.confirm(word, note)
+        return True
 
     def find(self) -> M | None:
         """What came since the last call, and counts; None too for what is no message: what counts comes over the
@@ -100,19 +117,20 @@ class Control(Generic[M]):
         box = self._mailbox
         if box is None:
             return None
-        frame, early = box.find(), self._early
-        if frame is None:
-            ahead = box.foresee()
-            if ahead is not None and (early is None or early[0] is not ahead):
-                self._early = (ahead, self._decoded(ahead))
+        if (frame := box.find()) is not None:
+            self.note = 0
+            return self._decoded(frame)
+        ahead = box.foresee()
+        if ahead is None:
             return None
-        self._early = None
-        return early[1] if early is not None and early[0] == frame else self._decoded(frame)
-
-    @property
-    def note(self) -> int:
-        """What the peer confirmed the message with that `find` gave last; 0: it was not laid ahead."""
-        return self._mailbox.note if self._mailbox is not None else 0
+        if self._early is None or self._early[0] is not ahead:
+            self._early = (ahead, self._decoded(ahead))
+        message = self._early[1]
+        word, note = box.confirmed
+        if message is None or word != _word_of(getattr(message, "step", 0)) or ahead is self._counted:
+            return None
+        self._counted, self.note = ahead, note
+        return message
 
     def _decoded(self, frame: bytes) -> M | None:
         try:
@@ -158,9 +176,9 @@ class MappedSender(SenderTransport, Generic[S]):
         if (export := self._exports.get(rank)) is not None:
             export.control.lay(frame)
 
-    def lay_ahead(self, rank: int, frame: bytes) -> None:
+    def lay_ahead(self, rank: int, step: int, frame: bytes) -> None:
         if (export := self._exports.get(rank)) is not None:
-            export.control.lay_ahead(frame)
+            export.control.lay_ahead(step, frame)
 
     def find(self, rank: int) -> FromReceiver | None:
         export = self._exports.get(rank)
@@ -194,9 +212,9 @@ class MappedReceiver(ReceiverTransport):
         if self._control is not None:
             self._control.lay(frame)
 
-    def lay_ahead(self, frame: bytes) -> None:
+    def lay_ahead(self, step: int, frame: bytes) -> None:
         if self._control is not None:
-            self._control.lay_ahead(frame)
+            self._control.lay_ahead(step, frame)
 
     def confirm(self, note: int) -> bool:
         return self._control is not None and self._control.confirm(note)
