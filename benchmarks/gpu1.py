@@ -40,9 +40,9 @@ def case(model: str, mode: TransferMode, steps: int, *, verify: bool = False, ad
 
 
 def ways(model: str, steps: int, *, verify: bool = False) -> list[Case]:
-    """Direct, Packed where the sender writes into the receiver's tensors, and Packed through the buckets."""
-    packed = case(model, TransferMode.PACKED, steps, verify=verify)
-    return [case(model, TransferMode.DIRECT, steps, verify=verify), packed, replace(packed, push=False)]
+    """Direct and Packed, each where the sender writes into the receiver's tensors, and where it does not."""
+    both = (case(model, mode, steps, verify=verify) for mode in (TransferMode.DIRECT, TransferMode.PACKED))
+    return [replace(made, push=push) for made in both for push in (True, False)]
 
 
 def join(model: str, progress: Progress) -> BenchRow:

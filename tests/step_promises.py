@@ -73,7 +73,9 @@ GPU_PLACES = [
     Place("Direct-adopted", "Direct", adopt=True, route="IPC/Descriptor", **_GPU),
     Place("Direct", "Direct", adopt=False, route="IPC/TorchHandle", loads=False, **_GPU),
     Place("Packed", "Packed", adopt=False, route="IPC/Descriptor", **_GPU),
-    Place("Pushed", "Packed", adopt=False, route="IPC/Push", push=True, loads=False, **_GPU),
+    Place("Pushed", "Direct", adopt=False, route="IPC/Push", push=True, loads=False, **_GPU),
+    Place("Pushed-adopted", "Direct", adopt=True, route="IPC/Push", push=True, loads=False, **_GPU),
+    Place("Pushed-packed", "Packed", adopt=False, route="IPC/Push", push=True, loads=False, **_GPU),
 ]
 
 

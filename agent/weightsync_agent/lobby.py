@@ -189,15 +189,13 @@ class Lobby:
     def _welcome(self, peer: Peer, known_hash: str) -> None:
         """Offers memory to a receiver. One that can't map the sender's own puts everybody on staging buckets."""
         transport = self._transport
-        try:
-            offer = transport.offer(peer.identity)
-        except FallBack as reason:
-            if self._config.mode == TransferMode.DIRECT:
-                raise Refused(f"transfer.mode is Direct, and {reason}") from None
-            log.warning("%s can't take part so, and all go on through staging buckets: %s", peer.label, reason)
-            transport.fall_back(str(reason))
-            self._welcome_others(peer)
-            offer = transport.offer(peer.identity)
+        while True:
+            try:
+                offer = transport.offer(peer.identity)
+                break
+            except FallBack as reason:
+                self._fall_back(peer, reason)
+                self._welcome_others(peer)
         peer.offer_number = next(self._offers)
         self._send(
             peer.address,
@@ -215,6 +213,17 @@ class Lobby:
             ),
         )
         peer.state = AgentState.STARTING
+
+    def _fall_back(self, peer: Peer, reason: FallBack) -> None:
+        """To the next best way, which takes all. Raises Refused where the spec allows no other."""
+        transport, pushed = self._transport, self._transport.pushes
+        if not pushed and self._config.mode == TransferMode.DIRECT:
+            raise Refused(f"transfer.mode is Direct, and {reason}") from None
+        transport.fall_back(str(reason))
+        level = logging.INFO if pushed else logging.WARNING
+        how = "each receiver copies for itself" if transport.plan.mode == "Direct" else "all go through staging buckets"
+        what = "its tensors can't be written from here" if pushed else "it can't read the sender's tensors"
+        log.log(level, "%s: %s, so %s: %s", peer.label, what, how, reason)
 
     def offer_anew(self) -> None:
         """Everybody joins again, with what the transport offers now: what it offered before has moved."""
@@ -251,8 +260,7 @@ class Lobby:
         try:
             self._transport.check_join(peer.rank, joined)
         except FallBack as reason:
-            log.warning("%s: from now on through staging buckets: %s", peer.label, reason)
-            self._transport.fall_back(str(reason))
+            self._fall_back(peer, reason)
             self._welcome_others(None)
         except SelfTestFailed as failure:
             peer.state, peer.message = AgentState.REFUSED, str(failure)

@@ -46,7 +46,7 @@ def runtime(tmp_path: Path) -> Iterator[str]:
 def test_what_moved_is_exported_anew_and_what_was_exported_is_released_once(
     looks: str, make_config: Callable[..., AgentConfig], start: Callable[..., Any]  # noqa: F811
 ) -> None:  # fmt: skip
-    config = make_config(device="CUDA", mode="Direct")
+    config = make_config(device="CUDA", mode="Direct", push=False)
     receiver = start(config, 1, **GPU)
     weights = samples.mixed(0, "cuda")
     with Sender(weights, config=config) as sender:
@@ -75,7 +75,7 @@ def test_large_tensors_in_memory_of_their_own_are_followed_over_every_way(
     make_config: Callable[..., AgentConfig], start: Callable[..., Any], place: Place  # noqa: F811
 ) -> None:  # fmt: skip
     """Each allocation of its own: a handle for each tensor, and buckets that split one."""
-    config = make_config(device="CUDA", mode=place.mode, bucket_bytes=1 << 20)
+    config = make_config(device="CUDA", mode=place.mode, bucket_bytes=1 << 20, push=place.push)
     sizes = {f"w{n}": (3 << 20) + n for n in range(4)}
     receiver = start(config, 1, blank=sizes, **GPU)
     weights = {name: torch.randn(size, device="cuda") for name, size in sizes.items()}
@@ -121,7 +121,7 @@ def test_what_is_computed_is_sent_and_not_its_base_by_ipc(
     make_config: Callable[..., AgentConfig], start: Callable[..., Any]  # noqa: F811
 ) -> None:  # fmt: skip
     source, want = as_lora_has_it()
-    config = make_config(device="CUDA", mode="Auto", bucket_bytes=65536)
+    config = make_config(device="CUDA", mode="Auto", bucket_bytes=65536, push=False)
     receiver = start(config, 1, **GPU)
     with Sender(source, config=config) as sender:
         assert sender.step().verified

@@ -2,7 +2,7 @@
 
 Run as a script: CONFIG_PATH RANK OPTIONS_JSON. Options: target (dict | module | loader), and faults to play:
 raise_in_load, keep_views, sleep_in_load (seconds), raise_at_commit, starts_after (a file's path), steps it is played
-in (fault_steps).
+in (fault_steps); leaves_after (a step), which it then lives on without.
 """
 
 from __future__ import annotations
@@ -123,6 +123,10 @@ def main() -> None:
                     fingerprint=samples.fingerprint(weights) if "blank" not in options else {},
                 )
                 tainted = ""
+                if step == options.get("leaves_after"):
+                    receiver.close()
+                    say(left=True)
+                    threading.Event().wait(300)
             elif receiver.state.state == "Tainted" and receiver.state.message != tainted:
                 tainted = receiver.state.message
                 engine.kept.clear()

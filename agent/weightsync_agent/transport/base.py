@@ -247,8 +247,15 @@ class SenderTransport(ABC):
         """
         return False
 
+    @property
+    def pushes(self) -> bool:
+        """The sender writes into the receivers' own tensors, as long as all of them let it."""
+        return False
+
     def fall_back(self, reason: str) -> None:
-        """After `offer` raised FallBack: from now on Packed, with a fresh offer to every receiver."""
+        """After `offer` or `check_join` raised FallBack: goes on without pushing where it pushed, else in Packed mode,
+        with a fresh offer to every receiver.
+        """
         raise NotImplementedError
 
     def let_go(self) -> None:

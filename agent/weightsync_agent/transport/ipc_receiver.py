@@ -39,7 +39,7 @@ from .ipc_sender import (
     SENT_WORD,
     TAKEN_WORD,
 )
-from .push import READY_WORD, SETTLE_SECONDS, WRITTEN_WORD, Targets, step_word
+from .push import READY_WORD, SETTLE_SECONDS, STILL_WORD, WRITTEN_WORD, Targets, step_word
 from .staging import Loader
 from .stand_ins import StandIns
 from .waiting import Waiter
@@ -94,7 +94,8 @@ class IpcReceiver(MappedReceiver):
             result = self._open_handles(offer)
         else:
             result = self._self_test()
-            self._check_sizes()
+            if offer.pusher is None:
+                self._check_sizes()
         tested = time.perf_counter()
         own = gpu_uuid(self._device)
         self._near = all(normal_uuid(memory.gpu) == own for memory in self._data)
@@ -242,15 +243,17 @@ class IpcReceiver(MappedReceiver):
         assert self._targets is not None
         flags, word = self._flags, step_word(channel.step)
         self._stream.synchronize()
-        self._wait(channel, lambda: time.monotonic() >= self._settled_at)
-        channel.started()
+        if time.monotonic() < self._settled_at:
+            self._wait(channel, lambda: time.monotonic() >= self._settled_at)
         try:
             self._targets.allow()
             flags.store(READY_WORD, word)
+            channel.started()
             self._wait(channel, lambda: flags.load(WRITTEN_WORD) == word)
         except BaseException:
-            self._targets.forbid()
-            self._settled_at = time.monotonic() + SETTLE_SECONDS
+            if flags.load(STILL_WORD) != word:
+                self._targets.forbid()
+                self._settled_at = time.monotonic() + SETTLE_SECONDS
             raise
         self._empty()
         self._stream.synchronize()

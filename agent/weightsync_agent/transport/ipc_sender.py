@@ -9,7 +9,7 @@ Two more words, plain stores of the hosts, say how far each has queued: the send
 TAKEN_WORD. So both hosts run through all buckets at once, and whatever else blocks one of them (another thread's
 allocation), what is queued already comes to its end by itself.
 
-Where the receivers let it, a Packed step needs none of that: the sender writes into their tensors itself (push.py).
+Where the receivers let it, a step needs none of that: the sender writes into their tensors itself (push_sender.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ..protocol import Identity, Joined, Offer, Region
 from .base import SendChannel, SendPlan
 from .control import Control, MappedSender, Shared
 from .descriptors import DescriptorServer
-from .push import READY_WORD, WRITTEN_WORD, Pushed, step_word
+from .push_sender import PushSender
 from .stand_ins import StandIns
 from .waiting import Waiter
 
@@ -67,8 +67,6 @@ class _Export(Shared):
     self_test_export: TorchExport | None = None
     self_test_tensor: torch.Tensor | None = None
     ledger: ExportLedger | None = None
-    pushed: Pushed | None = None
-    """The receiver's own tensors, mapped here."""
 
     def close_descriptors(self) -> None:
         for descriptor in self.descriptors:
@@ -97,9 +95,24 @@ class IpcSender(MappedSender[_Export]):
         )
         self._stand_ins: StandIns | None = None
         self._find_tensors()
-        self._pushes = plan.mode == "Packed" and plan.push
-        if plan.mode == "Packed" and not (self._pushes and self._stand_ins is not None):
+        if plan.push and (self._stand_ins is not None or plan.gather is not None):
+            self._push: PushSender | None = PushSender(plan.manifest, plan.device, self._stream)
+        else:
+            self._push = None
+        if plan.mode == "Packed" and not (self._push is not None and self._stand_ins is not None):
             self._make_slots()
+
+    @property
+    def pushes(self) -> bool:
+        return self._push is not None
+
+    @property
+    def whole(self) -> bool:
+        return self.plan.mode == "Direct" and self._push is None
+
+    @property
+    def overlaps(self) -> bool:
+        return self.whole or (self._push is not None and self._stand_ins is not None)
 
     # --- memory -------------------------------------------------------------------------------------------------
 
@@ -110,13 +123,11 @@ class IpcSender(MappedSender[_Export]):
 
     def replan(self) -> bool:
         self._find_tensors()
-        if self._pushes and self._stand_ins is not None:
-            for export in self._exports.values():
-                if export.pushed is not None:
-                    export.pushed.from_tensors(self._stand_ins.tensors)
+        if self._push is not None and self._stand_ins is not None:
+            self._push.replan(self._stand_ins.tensors)
         elif self.plan.mode == "Packed":
             self._make_plans()
-        return self.plan.mode == "Direct" and self.plan.arena is None
+        return self.whole and self.plan.arena is None
 
     def _make_slots(self) -> None:
         plan = self.plan
@@ -173,10 +184,10 @@ class IpcSender(MappedSender[_Export]):
             raise Refused(f"rank {identity.rank} has no GPU, and the weights are on GPU {own.gpu}")
         export = self._exports[identity.rank] = _Export(Control.create())
         try:
-            if self.plan.mode == "Direct" and self.plan.arena is None:
-                return self._offer_handles(export, identity, own)
-            if self._pushes and (problem := why_torch_handles_fail(own, identity)):
+            if self._push is not None and (problem := why_torch_handles_fail(own, identity)):
                 raise FallBack(problem)
+            if self.whole and self.plan.arena is None:
+                return self._offer_handles(export, identity, own)
             return self._offer_descriptors(export)
         except BaseException:
             self.forget(identity.rank)
@@ -186,13 +197,13 @@ class IpcSender(MappedSender[_Export]):
         device, gpu = self.plan.device, local_identity(0, self.plan.device).gpu
         export.self_test = DeviceArena.create(SELF_TEST_BYTES, device)
         export.expected = self._write_pattern(export.self_test.tensor())
-        if self.plan.mode == "Direct":
+        if self.whole:
             arena = self.plan.arena
             if not isinstance(arena, DeviceArena):
                 raise ConfigError("the weights' arena is not memory of this GPU")
             data, role = [arena], "arena"
         else:
-            data, role = [] if self._pushes else self._slots, "slot"
+            data, role = [] if self._push is not None else self._slots, "slot"
             export.flags = FlagPage.create()
             export.flags.attach(device)
         regions = [("memfd", "control", export.control.memory.nbytes), ("driver", "self-test", SELF_TEST_BYTES)]
@@ -214,7 +225,7 @@ class IpcSender(MappedSender[_Export]):
                 )
                 for kind, role, size in regions
             ),
-            pusher=local_identity(0, device) if self._pushes else None,
+            pusher=local_identity(0, device) if self._push is not None else None,
         )
 
     def _offer_handles(self, export: _Export, identity: Identity, own: Identity) -> Offer:
@@ -268,22 +279,13 @@ class IpcSender(MappedSender[_Export]):
             export.self_test.close()
             export.self_test = None
         export.queues = joined.queues
-        if self._pushes:
-            self._map_targets(export, joined)
-        self._route = joined.route
-
-    def _map_targets(self, export: _Export, joined: Joined) -> None:
-        """Raises FallBack where the receiver's tensors can't be written from here."""
-        if joined.no_targets:
-            raise FallBack(joined.no_targets)
-        try:
-            export.pushed = Pushed(joined, self.plan.manifest, self.plan.device)
+        if self._push is not None:
+            assert export.flags is not None
             if self._stand_ins is not None:
-                export.pushed.from_tensors(self._stand_ins.tensors)
+                self._push.map_tensors(rank, joined, export.flags, self._stand_ins.tensors)
             else:
-                export.pushed.from_buckets(self._layout, self._slots)
-        except TransportError as problem:
-            raise FallBack(str(problem)) from None
+                self._push.map_buckets(rank, joined, export.flags, self._layout, self._slots)
+        self._route = joined.route
 
     def exported(self, rank: int) -> int:
         """What a receiver holds mapped: regions by its control page, or torch exports by their counters."""
@@ -292,29 +294,33 @@ class IpcSender(MappedSender[_Export]):
             return 0
         if export.ledger is not None:
             return export.ledger.unreleased
-        if export.pushed is not None:
-            return export.pushed.exported
-        count = 1 if self.plan.mode == "Direct" else len(self._slots)
+        if self._push is not None:
+            return self._push.mapped(rank)
+        count = 1 if self.whole else len(self._slots)
         return sum(export.control.exported(1 + region) for region in range(count))
 
     def fall_back(self, reason: str) -> None:
         for rank in list(self._exports):
             self.forget(rank)
-        self.plan = replace(self.plan, mode="Packed")
-        self._route, self._pushes = "", False
-        if not self._slots:
+        self._route = ""
+        if self._push is not None:
+            self._push.close()
+            self._push = None
+        else:
+            self.plan = replace(self.plan, mode="Packed")
+        if self.plan.mode == "Packed" and not self._slots:
             self._make_slots()
 
     # --- a step -------------------------------------------------------------------------------------------------
 
     def fence(self) -> None:
-        if self.plan.mode == "Direct":
+        if self.whole:
             if self._stand_ins is not None:
                 self._stand_ins.fill()
             self._stream.synchronize_caller()
             return
         self._stream.follow()
-        if self._pushes:
+        if self._push is not None:
             return
         # Before Begin, which carries flag_base: everything of the step before is over on both sides' words.
         count = len(self._layout.buckets)
@@ -333,8 +339,8 @@ class IpcSender(MappedSender[_Export]):
         return self._digest.bytes()
 
     def send(self, channel: SendChannel) -> None:
-        if self._pushes:
-            self._push(channel)
+        if self._push is not None:
+            self._send_pushed(channel, self._push)
             return
         base, count, slots = self.flag_base, len(self._layout.buckets), len(self._slots)
         self.flag_base = base + count
@@ -364,63 +370,23 @@ class IpcSender(MappedSender[_Export]):
         if self._stand_ins is None or self._converts:
             self._gathered_digests = self._in_order(digests)
 
-    def _push(self, channel: SendChannel) -> None:
-        """Into the tensors of each receiver whose engine has let go of them."""
-        word, stream = step_word(channel.step), self._stream.stream
-        waiting, ready = list(channel.ranks), list[int]()
-        if self._stand_ins is not None:
-            with torch.cuda.stream(stream):
-                self._stand_ins.fill()
-        waiter = Waiter()
-        while waiting:
-            for rank in [rank for rank in waiting if self._flags(rank).load(READY_WORD) == word]:
-                if self._stand_ins is not None:
-                    self._pushed(rank).run(stream)
-                waiting.remove(rank)
-                ready.append(rank)
-            if waiting and waiter.pause():
-                self._look_at(channel, waiting, "did not let go of its weights")
+    def _send_pushed(self, channel: SendChannel, push: PushSender) -> None:
         if self._stand_ins is None:
-            self._push_gathered(channel, ready)
-        waiter = Waiter()
-        while not self._stream.idle():
-            if waiter.pause():
-                self._look_at(channel, ready, "was not written")
+            digests: dict[int, int] = {}
+
+            def fill(bucket: int) -> None:
+                self._pack_gathered(bucket)
+                if channel.verify:
+                    self._digest_bucket(bucket, digests)
+
+            push.send_buckets(channel, len(self._layout.buckets), fill)
+            self._gathered_digests = self._in_order(digests)
+            return
+        with torch.cuda.stream(self._stream.stream):
+            self._stand_ins.fill()
+        push.send_tensors(channel)
         if channel.verify and self._converts:
-            # Of what is there by now, which the receiver reads for itself.
-            rank = next(rank for rank in ready if rank in channel.ranks)
-            self._gathered_digests = self._pushed(rank).digests(stream)
-        for rank in ready:
-            if rank in channel.ranks:
-                self._flags(rank).store(WRITTEN_WORD, word)
-
-    def _push_gathered(self, channel: SendChannel, ready: list[int]) -> None:
-        digests: dict[int, int] = {}
-        for bucket in range(len(self._layout.buckets)):
-            self._pack_gathered(bucket)
-            for rank in ready:
-                self._pushed(rank).run(self._stream.stream, bucket)
-            if channel.verify:
-                self._digest_bucket(bucket, digests)
-            self._look_at(channel, ready, "was not written")
-        self._gathered_digests = self._in_order(digests)
-
-    def _look_at(self, channel: SendChannel, ranks: list[int], what: str) -> None:
-        """Takes messages in, and out of `ranks` who left the step. Raises StepTimeout, TransportError."""
-        channel.alive()
-        ranks[:] = [rank for rank in ranks if rank in channel.ranks]
-        if not channel.ranks:
-            raise TransportError(f"step {channel.step}: every receiver left it")
-        if channel.deadline.passed:
-            raise StepTimeout(
-                f"step {channel.step}: rank {', '.join(map(str, ranks))} {what} within {channel.deadline.seconds:.3g} s"
-            )
-
-    def _pushed(self, rank: int) -> Pushed:
-        pushed = self._exports[rank].pushed
-        if pushed is None:
-            raise TransportError(f"rank {rank} has no tensors that can be written: it joined in another mode")
-        return pushed
+            self._gathered_digests = push.digests(channel)
 
     def _flags(self, rank: int) -> FlagPage:
         flags = self._exports[rank].flags
@@ -522,8 +488,8 @@ class IpcSender(MappedSender[_Export]):
             self._server.withdraw(export.token)
         export.close_descriptors()
         export.control.close_step()
-        if export.pushed is not None:
-            export.pushed.close()  # waits for what the stream still writes
+        if self._push is not None:
+            self._push.forget(rank)  # waits for what the stream still writes
         if export.flags is not None:
             export.flags.store(DRAINED_WORD, RELEASED)
             export.flags.close()

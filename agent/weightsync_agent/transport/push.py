@@ -12,7 +12,8 @@ first. What makes it safe:
   sender that was stopped in mid-step and runs on an hour later writes nothing, though it still has the memory mapped.
   It is given again only to the next step, which that sender can't begin before it has done with the one before.
 - A program that has started may still write, 64 KiB at most, and the GPU may have set its process aside in that moment.
-  So after a step that broke off the receiver lets SETTLE_SECONDS go by before anybody may write again.
+  So after a step that broke off the receiver lets SETTLE_SECONDS go by before anybody may write again, unless the
+  sender said that nothing of it is at work any more.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from ..identity import is_gone
 from ..manifest import Layout, Manifest
 from ..protocol import Identity, Joined
 
-READY_WORD, WRITTEN_WORD = 16, 32
-"""The flag page's words: the step's number (`step_word`) once the receiver's engine stands still, and once all is
-written."""
+READY_WORD, WRITTEN_WORD, STILL_WORD = 16, 32, 48
+"""The flag page's words, each the step's number (`step_word`): once the receiver's engine stands still; once all is
+written; and once the sender has nothing queued any more though the step broke off."""
 
 SETTLE_SECONDS = 1.0
 """Longer than any process waits for its turn on a GPU, by two orders."""
