@@ -15,7 +15,7 @@ import contextlib
 import http.client
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol, Self
 from urllib.parse import urlsplit
@@ -26,6 +26,7 @@ from weightsync_api.reports import StepReport
 
 from ..errors import ConfigError, TransportError
 from ..sender import Sender
+from . import vllm_versions as vllm
 from .vllm_core import CoreStepRequest, Pause
 from .vllm_worker import CLOSE, JOIN, LOOK, STATE, STEP, JoinRequest, LookReport, StepRequest, WorkerReport, checked
 
@@ -221,8 +222,32 @@ class VllmEngine:
         if not self._joined:
             self.join()
         earlier = None if self._taken is None or self._taken.done() else self._taken
-        self._taken = self._pool.submit(self._take_after, earlier, after, *self._options(config))
+        options, seconds = self._options(config)
+        sent = self._send(options) if earlier is None and self._core else None
+        self._taken = sent or self._pool.submit(self._take_after, earlier, after, options, seconds)
         return self._taken
+
+    def _send(self, options: StepOptions) -> Future[list[WorkerReport]] | None:
+        """From the caller's thread, which the sender keeps busy from now on: another one would wait for its turn to
+        send for as long as the engine then takes. None: this engine can't be asked so.
+        """
+        taken: Future[list[WorkerReport]] = Future()
+        try:
+            answer = vllm.send_call(self._engine, STEP, (_core_request(options),))
+        except Exception as error:  # other engines may have been asked: it is told as if this one had answered so
+            taken.set_exception(TransportError(f"the engine was not reached with {STEP}: {_cause(error)}"))
+            return taken
+        if answer is None:
+            return None
+
+        def answered(answer: Future[Any]) -> None:
+            try:
+                taken.set_result(_reports(_answered(STEP, answer.result)))
+            except Exception as error:
+                taken.set_exception(error)
+
+        answer.add_done_callback(answered)
+        return taken
 
     def _take_after(
         self,
@@ -231,7 +256,7 @@ class VllmEngine:
         options: StepOptions,
         seconds: float | None,
     ) -> list[WorkerReport]:
-        # This thread made the earlier call too, so that one is over.
+        # Waits for the earlier call: an engine takes one at a time.
         if earlier is not None and after is not None and earlier.exception() is None:
             reports = earlier.result()
             if _beyond(reports, after):
@@ -257,10 +282,7 @@ class VllmEngine:
 
     def _take(self, options: StepOptions, seconds: float | None) -> list[WorkerReport]:
         if self._core:
-            request = CoreStepRequest(
-                timeout=options.timeout, pause=options.pause, reset_prefix_cache=options.reset_prefix_cache
-            )
-            return self._call(STEP, request.model_dump_json(), seconds)
+            return self._call(STEP, _core_request(options), seconds)
         return self._take_alone(options, seconds)
 
     def _take_alone(self, options: StepOptions, seconds: float | None) -> list[WorkerReport]:
@@ -281,15 +303,10 @@ class VllmEngine:
         return self._call(STATE, "{}", 30.0)
 
     def _call(self, method: str, request: str, timeout: float | None) -> list[WorkerReport]:
-        return [WorkerReport.model_validate(report) for report in self._rpc(method, request, timeout)]
+        return _reports(self._rpc(method, request, timeout))
 
     def _rpc(self, method: str, request: str, timeout: float | None) -> list[Any]:
-        try:
-            return checked(self._engine.collective_rpc(method, timeout, (request,)))
-        except (ConfigError, TransportError):
-            raise
-        except Exception as error:
-            raise TransportError(f"the engine answered {method} with: {_cause(error)}") from error
+        return _answered(method, lambda: self._engine.collective_rpc(method, timeout, (request,)))
 
     def close(self, timeout: float = 10.0) -> None:
         """The workers leave their sender and keep their weights. Never raises for an engine that is gone."""
@@ -352,10 +369,7 @@ class AsyncVllmEngine:
         """As VllmEngine.step; the sender works in a thread meanwhile."""
         if not self._joined:
             await self.join()
-        options = self.options or StepOptions.of(sender.config)
-        request = CoreStepRequest(
-            timeout=options.timeout, pause=options.pause, reset_prefix_cache=options.reset_prefix_cache
-        )
+        request = _core_request(self.options or StepOptions.of(sender.config))
         earlier = None if self._taken is None or self._taken.done() else self._taken
         taken = self._taken = asyncio.ensure_future(self._take_after(earlier, sender.begun, request))
 
@@ -373,14 +387,14 @@ class AsyncVllmEngine:
         return report
 
     async def _take_after(
-        self, earlier: asyncio.Future[list[WorkerReport]] | None, after: int, request: CoreStepRequest
+        self, earlier: asyncio.Future[list[WorkerReport]] | None, after: int, request: str
     ) -> list[WorkerReport]:
         """As VllmEngine's."""
         if earlier is not None:
             await asyncio.wait([earlier])
             if not earlier.cancelled() and earlier.exception() is None and _beyond(earlier.result(), after):
                 return earlier.result()
-        return await self._call(STEP, request.model_dump_json())
+        return await self._call(STEP, request)
 
     async def state(self) -> list[WorkerReport]:
         return await self._call(STATE, "{}")
@@ -395,7 +409,27 @@ class AsyncVllmEngine:
             found = checked(await self._engine.collective_rpc(method, None, (request,)))
         except Exception as error:
             raise TransportError(f"the engine answered {method} with: {_cause(error)}") from error
-        return [WorkerReport.model_validate(report) for report in found]
+        return _reports(found)
+
+
+def _core_request(options: StepOptions) -> str:
+    return CoreStepRequest(
+        timeout=options.timeout, pause=options.pause, reset_prefix_cache=options.reset_prefix_cache
+    ).model_dump_json()
+
+
+def _answered(method: str, answer: Callable[[], list[Any]]) -> list[Any]:
+    """What the workers said. Raises ConfigError, TransportError."""
+    try:
+        return checked(answer())
+    except (ConfigError, TransportError):
+        raise
+    except Exception as error:
+        raise TransportError(f"the engine answered {method} with: {_cause(error)}") from error
+
+
+def _reports(found: Sequence[Any]) -> list[WorkerReport]:
+    return [WorkerReport.model_validate(report) for report in found]
 
 
 def _beyond(reports: Sequence[WorkerReport], step: int) -> bool:

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
+import uuid
 from collections.abc import Callable
+from concurrent.futures import Future
 from importlib import import_module
 from typing import Any
 
@@ -182,6 +185,30 @@ def core_class() -> Any:
                 f"this vLLM ({version()}) has no EngineCore.{name}: use a version from {TESTED[0]} to {TESTED[1]}"
             )
     return core
+
+
+def send_call(llm: Any, method: str, args: tuple[Any, ...]) -> Future[Any] | None:
+    """`LLM.collective_rpc` without waiting for its answer, which vLLM's own thread puts into the Future.
+
+    None: this is no `LLM` whose core is another process, or this vLLM sends its calls in another way.
+    """
+    client = getattr(getattr(llm, "llm_engine", None), "engine_core", None)
+    module = sys.modules.get("vllm.v1.engine.core_client")
+    kind = getattr(module, "SyncMPClient", None)
+    request = getattr(getattr(module, "EngineCoreRequestType", None), "UTILITY", None)
+    if kind is None or request is None or type(client) is not kind:
+        return None
+    results, send = getattr(client, "utility_results", None), getattr(client, "_send_input", None)
+    if not isinstance(results, dict) or not callable(send):
+        return None
+    number = uuid.uuid1().int >> 64
+    answer = results[number] = Future()
+    try:
+        send(request, (0, number, "collective_rpc", (method, None, args, None)))
+    except BaseException:
+        del results[number]
+        raise
+    return answer
 
 
 def set_label(core: Any, label: str) -> bool:
