@@ -120,8 +120,11 @@ class StepChannel:
         if not self.ranks:
             raise TransportError(f"step {self.step}: every receiver left it")
 
-    def take(self, peer: Peer, message: FromReceiver) -> bool:
-        """A message from a receiver in the step; False when it is none of this step's."""
+    def take(self, peer: Peer, message: FromReceiver, load_microseconds: int = 0) -> bool:
+        """A message from a receiver in the step; False when it is none of this step's.
+
+        `load_microseconds`: what an Ack that was made ahead could not say yet.
+        """
         rank = peer.rank
         if self.members.get(rank) is not peer:
             return False
@@ -140,7 +143,7 @@ class StepChannel:
                 rank=rank,
                 state=AgentState.SYNCED,
                 ack_microseconds=latency,
-                load_microseconds=message.load_microseconds,
+                load_microseconds=load_microseconds or message.load_microseconds,
                 memory=message.memory,
                 verified=message.verified,
             )

@@ -255,8 +255,9 @@ class IpcReceiver(MappedReceiver):
                 self._targets.forbid()
                 self._settled_at = time.monotonic() + SETTLE_SECONDS
             raise
-        self._empty()
-        self._stream.synchronize()
+        if self._stand_ins is not None and self._stand_ins.needed:
+            self._empty()
+            self._stream.synchronize()
 
     def _queue(self, channel: ReceiveChannel) -> None:
         """The step on the stream, each bucket as soon as the sender has queued it; flags order the two streams."""
@@ -334,7 +335,7 @@ class IpcReceiver(MappedReceiver):
             time.sleep(1e-4)
 
     def _empty(self) -> None:
-        if self._stand_ins is not None:
+        if self._stand_ins is not None and self._stand_ins.needed:
             with torch.cuda.stream(self._stream.stream):
                 self._stand_ins.empty()
 

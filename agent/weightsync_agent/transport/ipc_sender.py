@@ -382,8 +382,9 @@ class IpcSender(MappedSender[_Export]):
             push.send_buckets(channel, len(self._layout.buckets), fill)
             self._gathered_digests = self._in_order(digests)
             return
-        with torch.cuda.stream(self._stream.stream):
-            self._stand_ins.fill()
+        if self._stand_ins.needed:
+            with torch.cuda.stream(self._stream.stream):
+                self._stand_ins.fill()
         push.send_tensors(channel)
         if channel.verify and self._converts:
             self._gathered_digests = push.digests(channel)

@@ -34,12 +34,19 @@ class StandIns:
             self.tensors.append(plain)
 
     @property
+    def needed(self) -> bool:
+        """Whether there are any: with none, `fill` and `empty` have nothing to do."""
+        return bool(self._pairs)
+
+    @property
     def pointers(self) -> npt.NDArray[np.int64]:
         """Address of each, int64 [n]; 0 for a tensor without bytes."""
         return np.array([t.data_ptr() if t.numel() else 0 for t in self.tensors], np.int64)
 
     def fill(self) -> None:
         """Strided tensors into their stand-ins, on the current stream."""
+        if not self._pairs:
+            return
         with torch.no_grad():
             for tensor, stand_in in self._pairs:
                 stand_in.copy_(tensor)
