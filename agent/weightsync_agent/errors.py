@@ -29,7 +29,14 @@ class Refused(WeightSyncError):
 
 
 class FallBack(WeightSyncError):
-    """A receiver can't map the sender's own memory; the text says why. The sender goes on in Packed mode."""
+    """This receiver can't take part as it is: all are to go on another way. See SenderTransport.fall_back.
+
+    `apart`: memory of torch's can't be shared with it in either direction, so no way of Direct mode is left to it.
+    """
+
+    def __init__(self, reason: str, *, apart: bool = False) -> None:
+        super().__init__(reason)
+        self.apart = apart
 
 
 class JoinTimeout(WeightSyncError):

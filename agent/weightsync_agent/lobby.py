@@ -214,10 +214,16 @@ class Lobby:
         )
         peer.state = AgentState.STARTING
 
+    def _refuse_joined(self, peer: Peer, reason: str) -> None:
+        peer.state, peer.message = AgentState.REFUSED, reason
+        self._errors["refused"] += 1
+        log.warning("%s is refused: %s", peer.label, reason)
+        self._send(peer.address, protocol.Refuse(reason=reason))
+
     def _fall_back(self, peer: Peer, reason: FallBack) -> None:
         """To the next best way, which takes all. Raises Refused where the spec allows no other."""
         transport, pushed = self._transport, self._transport.pushes
-        if not pushed and self._config.mode == TransferMode.DIRECT:
+        if self._config.mode == TransferMode.DIRECT and (reason.apart or not pushed):
             raise Refused(f"transfer.mode is Direct, and {reason}") from None
         transport.fall_back(str(reason))
         level = logging.INFO if pushed else logging.WARNING
@@ -260,13 +266,14 @@ class Lobby:
         try:
             self._transport.check_join(peer.rank, joined)
         except FallBack as reason:
-            self._fall_back(peer, reason)
-            self._welcome_others(None)
+            try:
+                self._fall_back(peer, reason)
+            except Refused as refusal:
+                self._refuse_joined(peer, str(refusal))
+            else:
+                self._welcome_others(None)
         except SelfTestFailed as failure:
-            peer.state, peer.message = AgentState.REFUSED, str(failure)
-            self._errors["refused"] += 1
-            log.warning("%s failed the self-test: %s", peer.label, failure)
-            self._send(peer.address, protocol.Refuse(reason=str(failure)))
+            self._refuse_joined(peer, str(failure))
         else:
             peer.state, peer.message = AgentState.JOINED, ""
             peer.join_microseconds = round((time.perf_counter() - peer.hello_at) * 1e6)

@@ -166,7 +166,7 @@ class Joined(Message):
         default=None,
         description="(index in `targets`, byte offset) of the int32 that is 1 while it lets them be written",
     )
-    no_targets: str = Field(default="", max_length=4096, description="why it has none for a sender that asked")
+    cannot: str = Field(default="", max_length=4096, description="why it can't take part in the way that was offered")
 
 
 class Admitted(Message):

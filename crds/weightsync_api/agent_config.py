@@ -46,7 +46,7 @@ class AgentConfig(ApiModel):
     mode: TransferMode = Field(default=TransferMode.AUTO, description="Auto is decided by the sender.")
     bucket_bytes: int = Field(default=256 << 20, gt=0, description="Bytes of one staging bucket.")
     slots: int = Field(default=2, ge=1, description="Staging buckets in flight.")
-    push: bool = Field(default=True, description="Packed, on one GPU: the sender writes into the receivers' tensors.")
+    push: bool = Field(default=True, description="IPC, on one GPU: the sender writes into the receivers' tensors.")
     receivers: int = Field(ge=0, description="Receivers that the first step waits for: ranks 1 to this number.")
     join_timeout_seconds: float = Field(default=300, gt=0, description="First step's wait for the receivers.")
     ack_timeout_seconds: float = Field(default=60, gt=0, description="From the end of a step's data to an ACK.")

@@ -93,7 +93,7 @@ def against(peer: BenchRow, ours: Sequence[BenchRow], copy: float) -> BenchRow:
 def beyond_copies(measured: Measured, base: Baseline) -> list[str]:
     """Sentences for a model of small tensors: a step in units of a bare round trip, and of a copy of the list."""
     seconds = statistics.median(measured.seconds)
-    copies = 1 if measured.mode == "Direct" else 2
+    copies = 1 if measured.mode == "Direct" or measured.route == "IPC/Push" else 2
     beyond = max(0.0, seconds - copies * base.foreach)
     rate = f"{seconds / base.foreach:.2f} times one _foreach_copy_ of the list"
     if not beyond:

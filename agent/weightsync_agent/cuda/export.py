@@ -217,6 +217,11 @@ def why_torch_handles_fail(local: Identity, remote: Identity) -> str | None:
 
     For the hello, before anything is exported. Descriptors need none of it.
     """
+    return why_apart(local, remote) or allocator_problem()
+
+
+def why_apart(local: Identity, remote: Identity) -> str | None:
+    """Why torch's handles can't go between these two processes, either way, whatever memory it is; None: they can."""
     if local.node != remote.node:
         return (
             f"CUDA IPC needs one machine: this is node {local.node}, rank {remote.rank} is on {remote.node}; use NCCL"
@@ -246,4 +251,4 @@ def why_torch_handles_fail(local: Identity, remote: Identity) -> str | None:
             f"this process runs as user {local.uid} and rank {remote.rank} as {remote.uid}, so it can't lower torch's "
             "counter: give both containers one runAsUser"
         )
-    return allocator_problem()
+    return None

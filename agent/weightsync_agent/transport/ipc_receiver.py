@@ -101,6 +101,9 @@ class IpcReceiver(MappedReceiver):
         self._near = all(normal_uuid(memory.gpu) == own for memory in self._data)
         if offer.pusher is not None:
             return self._join_pushed(offer.pusher, result)
+        if not self.target.in_place and self.welcome.mode == "Direct" and (offer.handles or not self._near):
+            cannot = "its weights go through load_weights, for which Direct mode needs an arena on its GPU (adopt=True)"
+            return Joined(route="IPC", self_test=result, cannot=cannot)
         if self.target.in_place:
             self._stand_ins = StandIns(self.target.destinations())
             self._make_plans(offer)
@@ -119,13 +122,13 @@ class IpcReceiver(MappedReceiver):
     def _join_pushed(self, sender: Identity, self_test: str) -> Joined:
         route = "IPC/Push"
         if not self.target.in_place:
-            return Joined(route=route, self_test=self_test, no_targets="its weights go through load_weights")
+            return Joined(route=route, self_test=self_test, cannot="its weights go through load_weights")
         self._stand_ins = StandIns(self.target.destinations())
         try:
             own = local_identity(0, self._device)
             self._targets = Targets(self._stand_ins.tensors, sender, own, self._device)
         except TransportError as problem:
-            return Joined(route=route, self_test=self_test, no_targets=str(problem)[:4096])
+            return Joined(route=route, self_test=self_test, cannot=str(problem)[:4096])
         self.settled = True
         handles, placements = self._targets.handles, self._targets.placements
         return Joined(
@@ -284,10 +287,6 @@ class IpcReceiver(MappedReceiver):
     def _load(self, channel: ReceiveChannel, loader: Loader) -> None:
         """Through `load_weights`. No stream waits on a flag here: the engine's code may allocate and load kernels."""
         if self.welcome.mode == "Direct":
-            if self._imports or not self._near:
-                raise TransportError(
-                    "load_weights in Direct mode needs the sender's arena on this GPU: adopt=True, or mode Packed"
-                )
             loader.load_arena(self._data[0].tensor, self._data[0].views_alive, channel.verify)
             torch.cuda.synchronize(self._device)
             return
@@ -368,6 +367,8 @@ class IpcReceiver(MappedReceiver):
         self._plans, self._digest, self._loader = [], None, None
         if self._targets is not None:
             self._targets.close()
+            # What the sender had at work when a step broke off may still write: nobody is given this memory before.
+            time.sleep(max(0.0, self._settled_at - time.monotonic()))
             self._targets = None
         if self._flags is not None:
             self._flags.close()

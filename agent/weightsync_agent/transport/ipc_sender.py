@@ -24,7 +24,7 @@ import torch
 from ..cuda.arena import DeviceArena
 from ..cuda.copy_plan import DeviceCopyPlan, piece_runs
 from ..cuda.digest import DeviceDigest
-from ..cuda.export import ExportLedger, TorchExport, why_torch_handles_fail
+from ..cuda.export import ExportLedger, TorchExport, why_apart, why_torch_handles_fail
 from ..cuda.flags import LARGEST, RELEASED, FlagPage
 from ..cuda.streams import COPY, named_stream
 from ..deadline import Deadline
@@ -184,8 +184,8 @@ class IpcSender(MappedSender[_Export]):
             raise Refused(f"rank {identity.rank} has no GPU, and the weights are on GPU {own.gpu}")
         export = self._exports[identity.rank] = _Export(Control.create())
         try:
-            if self._push is not None and (problem := why_torch_handles_fail(own, identity)):
-                raise FallBack(problem)
+            if self._push is not None and (problem := why_apart(own, identity)):
+                raise FallBack(problem, apart=self.plan.arena is None)
             if self.whole and self.plan.arena is None:
                 return self._offer_handles(export, identity, own)
             return self._offer_descriptors(export)
@@ -278,6 +278,8 @@ class IpcSender(MappedSender[_Export]):
         elif export.self_test is not None:
             export.self_test.close()
             export.self_test = None
+        if joined.cannot:
+            raise FallBack(joined.cannot)
         export.queues = joined.queues
         if self._push is not None:
             assert export.flags is not None

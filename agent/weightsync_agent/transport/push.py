@@ -46,6 +46,11 @@ STRANDED_LIMIT = 1 << 40
 """Nothing is lost with an importer that dies: what was exported is the engine's own memory and stays in use."""
 
 
+_withdrawn: list[tuple[ExportLedger, torch.Tensor]] = []
+"""Permissions that were taken back for good, as long as a sender may still have them mapped: given back to the
+allocator, their bytes would be somebody's data, or the next sender's permission, and a late kernel would read those."""
+
+
 def step_word(step: int) -> int:
     """1 to 2^30 - 1: differs from the step's before, and fits a flag."""
     return step % 0x3FFFFFFF + 1
@@ -58,17 +63,19 @@ class Targets:
         """`tensors`: plain, in manifest order. Raises TransportError with why they can't be exported."""
         if problem := why_torch_handles_fail(own, sender):
             raise TransportError(problem)
-        self._permitted = False
+        _withdrawn[:] = [(ledger, permit) for ledger, permit in _withdrawn if ledger.stranded_bytes()]
+        self._permitted = self._closed = False
         self._sender = sender
         self._ledger = ExportLedger(device, STRANDED_LIMIT)
+        self._permit = torch.ones(1, dtype=torch.int32, device=device)
         try:
-            self._permit = torch.ones(1, dtype=torch.int32, device=device)
             self.handles, placements = self._ledger.export_all([*tensors, self._permit])
             self.placements, self.permit = placements[:-1], placements[-1]
             self._permitted = True
             torch.cuda.synchronize(device)
         except (ConfigError, TransportError) as problem:
-            self.close()
+            self._closed = True
+            self._ledger.retire_all(importer_gone=True)  # nobody was told of them
             raise TransportError(str(problem)) from None
 
     @property
@@ -90,8 +97,13 @@ class Targets:
             torch.cuda.current_stream(self._permit.device).synchronize()
 
     def close(self) -> None:
+        """Takes the permission back for good. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
         self.forbid()
-        self._ledger.retire_all(importer_gone=is_gone(self._sender))
+        if self._ledger.retire_all(importer_gone=is_gone(self._sender)):
+            _withdrawn.append((self._ledger, self._permit))
 
 
 class Pushed:

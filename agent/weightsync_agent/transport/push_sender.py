@@ -46,8 +46,6 @@ class PushSender:
 
     def _map(self, rank: int, joined: Joined, flags: FlagPage, plan: Callable[[Pushed], None]) -> None:
         self.forget(rank)
-        if joined.no_targets:
-            raise FallBack(joined.no_targets)
         try:
             pushed = Pushed(joined, self._manifest, self._device)
         except TransportError as problem:

@@ -240,8 +240,8 @@ class Transfer(ApiModel):
     slots: int = Field(default=2, ge=1, le=16, description="Staging buckets in flight. 2 lets both sides work at once.")
     push: bool = Field(
         default=True,
-        description="Packed mode on one GPU: the sender writes into the receivers' own tensors where it can, without "
-        "staging buckets; false: always through the buckets.",
+        description="IPC on one GPU, in every mode: the sender writes into the receivers' own tensors where all of "
+        "them let it; false: each receiver copies for itself.",
     )
     join_timeout_seconds: int = Field(
         default=300, ge=1, le=86_400, description="Seconds that the first step waits for the receivers to join."
