@@ -31,23 +31,22 @@ BUCKET_BYTES, SLOTS = 256 << 20, 4
 """1 GiB of staging memory on the sender, none on the receiver."""
 
 
-def case(model: str, mode: TransferMode, steps: int, *, verify: bool = False, adopted: bool = True) -> Case:
+def case(model: str, mode: TransferMode, steps: int, *, adopted: bool = True) -> Case:
     return Case(
         model=model, transport="ipc", mode=mode, device=DEVICE, receiver_devices=(DEVICE,),
-        bucket_bytes=BUCKET_BYTES, slots=SLOTS, steps=steps, threads=torch.get_num_threads(), verify=verify,
-        adopted=adopted,
+        bucket_bytes=BUCKET_BYTES, slots=SLOTS, steps=steps, threads=torch.get_num_threads(), adopted=adopted,
     )  # fmt: skip
 
 
-def ways(model: str, steps: int, *, verify: bool = False) -> list[Case]:
+def ways(model: str, steps: int) -> list[Case]:
     """Direct and Packed, each where the sender writes into the receiver's tensors, and where it does not."""
-    both = (case(model, mode, steps, verify=verify) for mode in (TransferMode.DIRECT, TransferMode.PACKED))
+    both = (case(model, mode, steps) for mode in (TransferMode.DIRECT, TransferMode.PACKED))
     return [replace(made, push=push) for made in both for push in (True, False)]
 
 
 def join(model: str, progress: Progress) -> BenchRow:
     """What joining takes with torch's handles of tensors allocated one by one; with an arena, a row's note has it."""
-    found = measure(case(model, TransferMode.DIRECT, 3, adopted=False), progress)
+    found = measure(replace(case(model, TransferMode.DIRECT, 3, adopted=False), push=False), progress)
     return BenchRow(
         name=f"join {model} by torch handles",
         transport="ipc",
@@ -69,16 +68,17 @@ def rows(
     models: Sequence[str], steps: int, soak: int, with_peers: bool, brief: bool, progress: Progress
 ) -> Iterator[BenchRow]:
     for model in models:
-        # With digests at the largest alone: their time goes by the bytes.
-        verifies = (False, True) if model == models[-1] and not brief else (False,)
-        cases = [made for verify in verifies for made in ways(model, steps, verify=verify)]
+        cases = ways(model, steps)
         if not brief:
             cases.insert(1, replace(cases[0], touched_by="Copy"))
+        if not brief and model == models[-1]:
+            # At the largest alone: their time goes by the bytes.
+            cases.append(replace(cases[0], verify=True))
         yield from run(Plan(cases=cases, soak=False, peers=with_peers), progress).rows
     if not brief:
         yield join(models[-1], progress)
     if soak:
-        for way in ways(models[0], soak):
+        for way in (ways(models[0], soak)[n] for n in (0, 3)):
             plan = Plan(cases=[way], soak=True, peers=False)
             yield from (row for row in run(plan, progress).rows if row.peer is None)
 

@@ -2,7 +2,7 @@
 
 Run as a script: CONFIG_PATH RANK OPTIONS_JSON. Options: target (dict | module | loader), and faults to play:
 raise_in_load, keep_views, sleep_in_load (seconds), raise_at_commit, starts_after (a file's path), steps it is played
-in (fault_steps); leaves_after (a step), which it then lives on without.
+in (fault_steps); leaves_after (a step): it lives on without the sender, and uses its memory for other things.
 """
 
 from __future__ import annotations
@@ -125,7 +125,9 @@ def main() -> None:
                 tainted = ""
                 if step == options.get("leaves_after"):
                     receiver.close()
-                    say(left=True)
+                    others = [torch.ones(1, dtype=torch.int32, device=device) for _ in range(5_000)]
+                    torch.cuda.synchronize()
+                    say(left=len(others))
                     threading.Event().wait(300)
             elif receiver.state.state == "Tainted" and receiver.state.message != tainted:
                 tainted = receiver.state.message
