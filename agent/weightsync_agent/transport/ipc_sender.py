@@ -22,7 +22,6 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ..cuda.arena import DeviceArena
-from ..cuda.copy_plan import DeviceCopyPlan, piece_runs
 from ..cuda.digest import DeviceDigest
 from ..cuda.export import ExportLedger, TorchExport, why_apart, why_torch_handles_fail
 from ..cuda.flags import LARGEST, RELEASED, FlagPage
@@ -30,9 +29,9 @@ from ..cuda.streams import COPY, named_stream
 from ..deadline import Deadline
 from ..errors import ConfigError, FallBack, Refused, SelfTestFailed, StepTimeout, TransportError
 from ..identity import local_identity
-from ..manifest import Piece, align, layout
 from ..protocol import Identity, Joined, Offer, Region
 from .base import SendChannel, SendPlan
+from .bucket_slots import BucketSlots
 from .control import Control, MappedSender, Shared
 from .descriptors import DescriptorServer
 from .push_sender import PushSender
@@ -82,8 +81,7 @@ class IpcSender(MappedSender[_Export]):
         super().__init__(plan)
         self._server = DescriptorServer(plan.runtime_dir)
         self._stream = named_stream(plan.device, COPY)
-        self._slots: list[DeviceArena] = []
-        self._plans: list[DeviceCopyPlan] = []
+        self._slots: BucketSlots | None = None
         self._digest: DeviceDigest | None = None
         self._route = ""
         self.flag_base = 0
@@ -100,7 +98,15 @@ class IpcSender(MappedSender[_Export]):
         else:
             self._push = None
         if plan.mode == "Packed" and not (self._push is not None and self._stand_ins is not None):
-            self._make_slots()
+            self._slots = self._new_slots()
+
+    def _new_slots(self) -> BucketSlots:
+        return BucketSlots(self.plan, self._stream, self._stand_ins, converts=self._converts)
+
+    @property
+    def _staged(self) -> BucketSlots:
+        assert self._slots is not None, "this sender has no slots"
+        return self._slots
 
     @property
     def pushes(self) -> bool:
@@ -125,47 +131,9 @@ class IpcSender(MappedSender[_Export]):
         self._find_tensors()
         if self._push is not None and self._stand_ins is not None:
             self._push.replan(self._stand_ins.tensors)
-        elif self.plan.mode == "Packed":
-            self._make_plans()
+        elif self._slots is not None:
+            self._slots.replan(self._stand_ins)
         return self.whole and self.plan.arena is None
-
-    def _make_slots(self) -> None:
-        plan = self.plan
-        self._layout = layout(plan.manifest, plan.bucket_bytes)
-        buckets = range(len(self._layout.buckets))
-        used = max((self._layout.used_bytes(bucket) for bucket in buckets), default=0)
-        count = max(1, min(plan.slots, len(self._layout.buckets)))
-        self._slots = [DeviceArena.create(max(align(used), 1), plan.device) for _ in range(count)]
-        self._make_plans()
-
-    def _make_plans(self) -> None:
-        plan, self._plans = self.plan, []
-        if self._stand_ins is None:
-            return
-        pointers = self._stand_ins.pointers
-        for bucket, pieces in enumerate(self._layout.buckets):
-            slot = self._slots[bucket % len(self._slots)]
-            if self._converts:
-                pairs = self._converting_pairs(pieces, slot)
-                self._plans.append(DeviceCopyPlan.of_tensors(pairs, plan.device))
-            else:
-                runs = piece_runs(pieces, pointers, slot.pointer, into="Slot")
-                self._plans.append(DeviceCopyPlan(runs, plan.device))
-
-    def _converting_pairs(
-        self, pieces: tuple[Piece, ...], slot: DeviceArena
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Parts of the trainer's tensors and the parts of the slot that they go to, in the manifest's dtype."""
-        assert self._stand_ins is not None
-        staged = slot.tensor()
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for piece in pieces:
-            dtype = self.plan.manifest.tensors[piece.tensor].torch_dtype
-            part = staged[piece.bucket_offset : piece.bucket_offset + piece.nbytes].view(dtype)
-            first = piece.tensor_offset // dtype.itemsize
-            source = self._stand_ins.tensors[piece.tensor].reshape(-1)[first : first + part.numel()]
-            pairs.append((source, part))
-        return pairs
 
     @property
     def route(self) -> str:
@@ -174,7 +142,7 @@ class IpcSender(MappedSender[_Export]):
     @property
     def owned_bytes(self) -> int:
         arena = self.plan.arena
-        owned = sum(slot.mapped_bytes for slot in self._slots)
+        owned = self._slots.mapped_bytes if self._slots is not None else 0
         return owned + (arena.mapped_bytes if isinstance(arena, DeviceArena) else 0)
 
     def offer(self, identity: Identity) -> Offer:
@@ -203,7 +171,7 @@ class IpcSender(MappedSender[_Export]):
                 raise ConfigError("the weights' arena is not memory of this GPU")
             data, role = [arena], "arena"
         else:
-            data, role = [] if self._push is not None else self._slots, "slot"
+            data, role = [] if self._push is not None else self._staged.slots, "slot"
             export.flags = FlagPage.create()
             export.flags.attach(device)
         regions = [("memfd", "control", export.control.memory.nbytes), ("driver", "self-test", SELF_TEST_BYTES)]
@@ -286,7 +254,7 @@ class IpcSender(MappedSender[_Export]):
             if self._stand_ins is not None:
                 self._push.map_tensors(rank, joined, export.flags, self._stand_ins.tensors)
             else:
-                self._push.map_buckets(rank, joined, export.flags, self._layout, self._slots)
+                self._push.map_buckets(rank, joined, export.flags, self._staged.layout, self._staged.slots)
         self._route = joined.route
 
     def exported(self, rank: int) -> int:
@@ -298,7 +266,7 @@ class IpcSender(MappedSender[_Export]):
             return export.ledger.unreleased
         if self._push is not None:
             return self._push.mapped(rank)
-        count = 1 if self.whole else len(self._slots)
+        count = 1 if self.whole else len(self._staged.slots)
         return sum(export.control.exported(1 + region) for region in range(count))
 
     def fall_back(self, reason: str) -> None:
@@ -310,8 +278,8 @@ class IpcSender(MappedSender[_Export]):
             self._push = None
         else:
             self.plan = replace(self.plan, mode="Packed")
-        if self.plan.mode == "Packed" and not self._slots:
-            self._make_slots()
+        if self.plan.mode == "Packed" and self._slots is None:
+            self._slots = self._new_slots()
 
     # --- a step -------------------------------------------------------------------------------------------------
 
@@ -325,8 +293,7 @@ class IpcSender(MappedSender[_Export]):
         if self._push is not None:
             return
         # Before Begin, which carries flag_base: everything of the step before is over on both sides' words.
-        count = len(self._layout.buckets)
-        if self.flag_base + 2 * count > LARGEST:
+        if self.flag_base + 2 * self._staged.count > LARGEST:
             self.flag_base = 0
         for export in self._exports.values():
             if export.flags is not None:
@@ -344,7 +311,8 @@ class IpcSender(MappedSender[_Export]):
         if self._push is not None:
             self._send_pushed(channel, self._push)
             return
-        base, count, slots = self.flag_base, len(self._layout.buckets), len(self._slots)
+        staged = self._staged
+        base, count, slots = self.flag_base, staged.count, len(staged.slots)
         self.flag_base = base + count
         pages = {rank: self._flags(rank) for rank in channel.ranks}
         digests: dict[int, int] = {}
@@ -363,26 +331,31 @@ class IpcSender(MappedSender[_Export]):
                         page.wait_geq(self._stream.stream, DRAINED_WORD, free)
                 elif bucket >= slots:
                     self._wait_word(channel, pages, DRAINED_WORD, free)
-                self._fill(bucket, base, pages, channel.verify, digests)
+                staged.fill(bucket)
+                if channel.verify and (self._stand_ins is None or self._converts):
+                    staged.digest(bucket, digests)
+                for page in pages.values():
+                    page.write(self._stream.stream, FILLED_WORD, base + bucket + 1)
+                    page.store(SENT_WORD, base + bucket + 1)
             self._wait_stream(channel, pages)
             self._wait_word(channel, pages, DRAINED_WORD, base + count)
         except BaseException:
             self._release(pages)
             raise
         if self._stand_ins is None or self._converts:
-            self._gathered_digests = self._in_order(digests)
+            self._gathered_digests = staged.in_order(digests)
 
     def _send_pushed(self, channel: SendChannel, push: PushSender) -> None:
         if self._stand_ins is None:
-            digests: dict[int, int] = {}
+            staged, digests = self._staged, dict[int, int]()
 
             def fill(bucket: int) -> None:
-                self._pack_gathered(bucket)
+                staged.fill(bucket)
                 if channel.verify:
-                    self._digest_bucket(bucket, digests)
+                    staged.digest(bucket, digests)
 
-            push.send_buckets(channel, len(self._layout.buckets), fill)
-            self._gathered_digests = self._in_order(digests)
+            push.send_buckets(channel, staged.count, fill)
+            self._gathered_digests = staged.in_order(digests)
             return
         if self._stand_ins.needed:
             with torch.cuda.stream(self._stream.stream):
@@ -396,49 +369,6 @@ class IpcSender(MappedSender[_Export]):
         if flags is None:
             raise TransportError(f"rank {rank} has no page of flags: it joined in another mode")
         return flags
-
-    def _fill(self, bucket: int, base: int, pages: dict[int, FlagPage], verify: bool, digests: dict[int, int]) -> None:
-        if self._plans:
-            self._plans[bucket].run(self._stream.stream)
-        else:
-            self._pack_gathered(bucket)
-        if verify and (self._stand_ins is None or self._converts):
-            self._digest_bucket(bucket, digests)
-        for page in pages.values():
-            page.write(self._stream.stream, FILLED_WORD, base + bucket + 1)
-            page.store(SENT_WORD, base + bucket + 1)
-
-    def _pack_gathered(self, bucket: int) -> None:
-        """FSDP's shards: gathered by torch, on the caller's stream, tensor by tensor."""
-        assert self.plan.gather is not None
-        pieces = self._layout.buckets[bucket]
-        staged = self._slots[bucket % len(self._slots)].tensor()
-        indices = list(dict.fromkeys(piece.tensor for piece in pieces))
-        whole = dict(zip(indices, self.plan.gather(indices), strict=True))
-        self._stream.follow()
-        with torch.cuda.stream(self._stream.stream), torch.no_grad():
-            for piece in pieces:
-                tensor = whole[piece.tensor].reshape(-1).view(torch.uint8)
-                staged[piece.bucket_offset : piece.bucket_offset + piece.nbytes].copy_(
-                    tensor[piece.tensor_offset : piece.tensor_offset + piece.nbytes]
-                )
-        self._stream.lead()  # the next gather may reuse what this one reads
-
-    def _digest_bucket(self, bucket: int, digests: dict[int, int]) -> None:
-        """What the slot holds, as partial digests: the digest is linear, so a split tensor's parts add up."""
-        pieces = self._layout.buckets[bucket]
-        slot = self._slots[bucket % len(self._slots)]
-        parts = [(slot.pointer + p.bucket_offset, p.nbytes, i, p.tensor_offset) for i, p in enumerate(pieces)]
-        made = DeviceDigest(parts, len(pieces), self.plan.device)
-        raw = made.bytes(self._stream.stream)
-        for place, piece in enumerate(pieces):
-            value = int.from_bytes(raw[8 * place : 8 * place + 8], "little")
-            digests[piece.tensor] = (digests.get(piece.tensor, 0) + value) & 0xFFFFFFFFFFFFFFFF
-
-    def _in_order(self, digests: dict[int, int]) -> bytes:
-        entries = self.plan.manifest.tensors
-        values = (digests.get(i if e.alias is None else e.alias, 0) for i, e in enumerate(entries))
-        return b"".join(value.to_bytes(8, "little") for value in values)
 
     def _wait_stream(self, channel: SendChannel, pages: dict[int, FlagPage]) -> None:
         """Until this end's part is done. Whoever left the step is no longer waited for: its word is released."""
@@ -509,7 +439,6 @@ class IpcSender(MappedSender[_Export]):
         for rank in list(self._exports):
             self.forget(rank)
         self._server.close()
-        self._plans, self._digest, self._stand_ins = [], None, None
-        for slot in self._slots:
-            slot.close()
-        self._slots = []
+        self._digest, self._stand_ins = None, None
+        if self._slots is not None:
+            self._slots.close()
