@@ -14,7 +14,7 @@ from .stand_ins import StandIns
 
 
 class BucketSlots:
-    """At most `plan.slots` pieces of driver memory, as large as the largest bucket; bucket n lies in slot n modulo them."""
+    """At most `plan.slots` pieces of driver memory, as large as the largest bucket. Bucket n is in slot n % slots."""
 
     def __init__(self, plan: SendPlan, stream: NamedStream, stand_ins: StandIns | None, *, converts: bool) -> None:
         """`stand_ins`: what is packed; None: `plan.gather` makes it, bucket by bucket. `converts`: to another dtype.
