@@ -33,6 +33,7 @@ def read_once_opened(here: Here, handle: TorchHandle, last: bool) -> int:
 
 def read_by_rebuilding(here: Here, handle: TorchHandle, last: bool) -> int:
     """The fault: torch's rebuild and a release at every chunk."""
+    torch.cuda.init()  # torch would crash without
     storage = torch.UntypedStorage._new_shared_cuda(
         0, handle.handle, handle.storage_bytes, handle.storage_offset_bytes, handle.counter_name.encode(),
         handle.counter_slot, handle.event, False,
@@ -74,7 +75,6 @@ def test_the_producers_memory_is_the_same_after_every_transfer(device: torch.dev
     assert counters == [(1, 0)] * TRANSFERS
 
 
-@pytest.mark.alone  # beside others, the faulty consumer was seen to die
 def test_a_consumer_that_releases_every_chunk_is_seen_and_strands_every_buffer(
     device: torch.device, peer: Peer
 ) -> None:
@@ -84,7 +84,6 @@ def test_a_consumer_that_releases_every_chunk_is_seen_and_strands_every_buffer(
     assert all(end >= WRAPPED for _, end in counters)
 
 
-@pytest.mark.alone  # beside others, the faulty consumer was seen to die
 def test_even_such_a_consumers_buffers_come_back_when_the_exporter_retires_them(
     device: torch.device, peer: Peer, caplog: pytest.LogCaptureFixture
 ) -> None:
