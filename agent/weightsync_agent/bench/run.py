@@ -90,6 +90,7 @@ def _of_model(model: str, cases: list[Case], plan: Plan, trips: RoundTrips, prog
     if manifest.nbytes > SMALL_BYTES:
         progress.head(f"{name}: plain copies again")
         _copies(manifest, device, times)
+        _give_back(device)
     base = Baseline(statistics.median(times.copies), statistics.median(times.lists), statistics.median(trips.seconds))
     ours = [row_of(case, found, base, soak=plan.soak) for case, found in zip(cases, measured, strict=True)]
     plain = [row for row, case in zip(ours, cases, strict=True) if not case.verify]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 import torch
 
@@ -9,7 +11,12 @@ from .copy_plan import DeviceCopyPlan
 from .digest import DeviceDigest
 
 
-def warm(device: torch.device) -> None:
-    """Makes a plan and a digest of nothing. Some 0.8 s where Triton compiles, nothing the second time."""
-    DeviceCopyPlan(np.zeros((0, 3), np.int64), device)
+def warm(device: torch.device, *, permitted: bool = False) -> None:
+    """Makes a plan and a digest of nothing. Some 0.8 s where Triton compiles, nothing the second time.
+
+    `permitted`: as for plans that ask for a permission.
+    """
+    permit = torch.zeros(1, dtype=torch.int32, device=device) if permitted else None
+    with suppress(ValueError):  # a plan that needs Triton where there is none says so when it is made
+        DeviceCopyPlan(np.zeros((0, 3), np.int64), device, permit=permit)
     DeviceDigest(np.zeros((0, 4), np.int64), 1, device)

@@ -10,6 +10,7 @@ import torch
 from ..cuda.arena import DeviceArena
 from ..cuda.flags import FlagPage
 from ..cuda.streams import NamedStream
+from ..cuda.warm import warm
 from ..deadline import Deadline
 from ..errors import FallBack, StepTimeout, TransportError
 from ..manifest import Layout, Manifest
@@ -31,6 +32,7 @@ class PushSender:
         self._stream = stream
         self._pushed: dict[int, tuple[Pushed, FlagPage]] = {}
         """By rank."""
+        warm(device, permitted=True)
 
     # --- joining ------------------------------------------------------------------------------------------------
 
