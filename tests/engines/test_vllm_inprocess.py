@@ -43,6 +43,8 @@ def test_greedy_tokens_are_those_of_a_fresh_model_after_each_of_five_steps(tmp_p
         assert line["tokens"] == expected(model, "untied", line["seed"]), line["seed"]
     if mode != "async":
         assert [line["label"] for line in said] == [str(seed) for seed in SEEDS]
+    if mode == "llm":
+        assert all(line["resumed"] and line["own"] for line in said)
 
 
 def assert_kept(model: Path, over: dict[str, Any]) -> None:

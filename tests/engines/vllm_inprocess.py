@@ -57,9 +57,10 @@ def follow(llm: Any, kind: str, seeds: list[int], way: dict[str, Any]) -> None:
         engine = VllmEngine(llm, config=sender.config)
         for seed in seeds:
             put(weights, kind, seed)
-            engine.step(sender)
+            taken = engine.step(sender)
             (report,) = engine.reports
-            told = {"in_place": report.in_place, "reason": report.reason}
+            told = {"in_place": report.in_place, "reason": report.reason, "own": report.step == taken.step}
+            told["resumed"] = engine._word is not None  # an engine that can't write it has it taken away
             say(seed=seed, tokens=greedy(llm), label=llm.get_weight_version(), **told)
         engine.close()
 

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,8 +28,11 @@ from weightsync_api.reports import StepReport
 from ..errors import ConfigError, TransportError
 from ..sender import Sender
 from . import vllm_versions as vllm
+from .resumed_word import ResumedWord
 from .vllm_core import CoreStepRequest, Pause
 from .vllm_worker import CLOSE, JOIN, LOOK, STATE, STEP, JoinRequest, LookReport, StepRequest, WorkerReport, checked
+
+log = logging.getLogger("weightsync.vllm")
 
 ANSWER_SECONDS = 120.0
 """How long an engine may take beyond a step: draining, the proof at the first step, its own reload."""
@@ -184,16 +188,55 @@ class VllmEngine:
         self._taken: Future[list[WorkerReport]] | None = None
         self._joined = False
         self._core = True
+        self._words = True
+        self._word: ResumedWord | None = None
+        self._worded: Future[list[WorkerReport]] | None = None
+        self._unread: Future[list[WorkerReport]] | None = None
+        self._reports: list[WorkerReport] = []
         self.ranks: tuple[int, ...] = ()
         """Of its workers, once they were made receivers."""
-        self.reports: list[WorkerReport] = []
-        """What each worker said after the last step that it took."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def reports(self) -> list[WorkerReport]:
+        """What each worker said after the last step that it took. Raises TransportError as `settle` does."""
+        self.settle()
+        return self._reports
+
+    def settle(self) -> None:
+        """Reads the answer to the last step, which its engine may go on before: at the next step at the latest.
+
+        Raises TransportError, once, where there is none or it tells of an error: the engine ended just then, say.
+        """
+        unread, self._unread = self._unread, None
+        if unread is None:
+            return
+        try:
+            self._reports = unread.result(ANSWER_SECONDS)
+        except TimeoutError:
+            raise TransportError(
+                f"the engine went on with the last step and gave no answer within {ANSWER_SECONDS:g} s: is it alive?"
+            ) from None
+
+    def conclude(self, call: Future[list[WorkerReport]], step: int, seconds: float) -> None:
+        """Waits until the engine goes on with `step`, which its sender completed; `call`: what `begin` gave.
+
+        Raises TransportError for what the engine could not do, and TimeoutError after `seconds`.
+        """
+        word = self._word if call is self._worded else None
+        if word is not None and word.awaited(step, call.done):
+            self._unread = call
+            return
+        self._reports = call.result(seconds)
+        if word is not None and not word.says(step):
+            word.close()  # an engine core that can't open it, as in another container
+            self._words = False
+            self._word = None
 
     def join(self) -> list[WorkerReport]:
         """Makes each worker's receiver. They reach the sender at the first step. Again: makes them anew.
@@ -210,6 +253,7 @@ class VllmEngine:
     def step(self, sender: Sender) -> StepReport:
         """One step of the sender and of this engine; both are done when it returns. Raises what `Sender.step` does,
         and TransportError for what the engine could not do. The engine's next step heals both.
+        An `LLM`'s answer may still be on its way then: `reports` waits for it, and so does the next step.
         """
         return step_all(sender, [self])
 
@@ -219,6 +263,7 @@ class VllmEngine:
         `config`: the sender's, for options that were not given. `after`: the number of the last step that it began.
         A call that still waits, as its step failed at the sender, may take a later one itself: this gives its result.
         """
+        self.settle()
         if not self._joined:
             self.join()
         earlier = None if self._taken is None or self._taken.done() else self._taken
@@ -232,8 +277,11 @@ class VllmEngine:
         send for as long as the engine then takes. None: this engine can't be asked so.
         """
         taken: Future[list[WorkerReport]] = Future()
+        word = self._cleared_word()
+        self._worded = None if word is None else taken
         try:
-            answer = vllm.send_call(self._engine, STEP, (_core_request(options),))
+            request = _core_request(options, word.name if word else "")
+            answer = vllm.send_call(self._engine, STEP, (request,))
         except Exception as error:  # other engines may have been asked: it is told as if this one had answered so
             taken.set_exception(TransportError(f"the engine was not reached with {STEP}: {_cause(error)}"))
             return taken
@@ -248,6 +296,20 @@ class VllmEngine:
 
         answer.add_done_callback(answered)
         return taken
+
+    def _cleared_word(self) -> ResumedWord | None:
+        """Nobody writes into it now: no earlier call is on its way. None: where an answer has to do."""
+        if self._word is None:
+            if not self._words or not vllm.one_core(self._engine):
+                return None
+            try:
+                self._word = ResumedWord()
+            except TransportError as error:
+                self._words = False
+                log.info("steps are over once their answers are there: %s", error)
+                return None
+        self._word.clear()
+        return self._word
 
     def _take_after(
         self,
@@ -269,8 +331,9 @@ class VllmEngine:
 
     def take(self) -> list[WorkerReport]:
         """Takes the next step, in this thread: for whoever does not drive the sender. Raises TransportError."""
-        self.reports = self._take(*self._options(None))
-        return self.reports
+        self.settle()
+        self._reports = self._take(*self._options(None))
+        return self._reports
 
     def _options(self, config: AgentConfig | None) -> tuple[StepOptions, float | None]:
         """And how many seconds a server may take to answer, which is never less than the step may."""
@@ -310,6 +373,13 @@ class VllmEngine:
 
     def close(self, timeout: float = 10.0) -> None:
         """The workers leave their sender and keep their weights. Never raises for an engine that is gone."""
+        try:
+            self.settle()
+        except TransportError as error:
+            log.error("the last step's answer: %s", error)
+        if self._word is not None:
+            self._word.close()
+            self._word = None
         if self._joined:
             self._joined = False
             with contextlib.suppress(ConfigError, TransportError):
@@ -319,6 +389,8 @@ class VllmEngine:
 
 def step_all(sender: Sender, engines: Sequence[VllmEngine]) -> StepReport:
     """One step for several engines at once. Raises what the sender raises, else the first engine's TransportError."""
+    for engine in engines:
+        engine.settle()  # before any is asked: what one of them failed with meanwhile is raised here
     taken = [engine.begin(sender.config, sender.begun) for engine in engines]
 
     def absent() -> dict[int, str]:
@@ -334,7 +406,7 @@ def step_all(sender: Sender, engines: Sequence[VllmEngine]) -> StepReport:
                 error.add_note(why)
         raise
     for engine, future in zip(engines, taken, strict=True):
-        engine.reports = future.result(sender.config.step_timeout_seconds + ANSWER_SECONDS)
+        engine.conclude(future, report.step, sender.config.step_timeout_seconds + ANSWER_SECONDS)
     return report
 
 
@@ -412,10 +484,10 @@ class AsyncVllmEngine:
         return _reports(found)
 
 
-def _core_request(options: StepOptions) -> str:
+def _core_request(options: StepOptions, resumed: str = "") -> str:
     return CoreStepRequest(
-        timeout=options.timeout, pause=options.pause, reset_prefix_cache=options.reset_prefix_cache
-    ).model_dump_json()
+        timeout=options.timeout, pause=options.pause, reset_prefix_cache=options.reset_prefix_cache, resumed=resumed
+    ).model_dump_json(exclude=None if resumed else {"resumed"})  # which an older engine does not know
 
 
 def _answered(method: str, answer: Callable[[], list[Any]]) -> list[Any]:

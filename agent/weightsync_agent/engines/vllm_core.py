@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import ConfigError
 from . import vllm_versions as vllm
+from .resumed_word import NAME_PATTERN, WordWriter
 from .vllm_worker import METHODS, STATE, STEP, StepRequest, checked, sync_in
 
 log = logging.getLogger("weightsync.vllm")
@@ -37,6 +38,12 @@ class CoreStepRequest(BaseModel):
     )
     reset_prefix_cache: bool = Field(default=True, description="Forget keys and values of the old weights.")
     label: str = Field(default="", max_length=256, description="The weight version afterwards; empty: the step.")
+    resumed: str = Field(
+        default="",
+        pattern=NAME_PATTERN,
+        description="A file of the trainer's in /dev/shm, in which the step's number is written once the engine goes "
+        "on with it; empty: none.",
+    )
 
 
 def install() -> None:
@@ -124,6 +131,8 @@ class CoreStep:
         vllm.set_label(core, request.label or str(max(steps, default=0)))
         if not held:
             self._resume()
+        if request.resumed and len(steps) == 1:
+            _writer(core).write(request.resumed, *steps)
         return [{**report, "core": True} for report in reports]
 
     def _after_failure(self, held: bool, error: Exception) -> None:
@@ -145,3 +154,10 @@ class CoreStep:
     def _resume(self) -> None:
         self._core._weightsync_paused = False
         self._core.resume_scheduler()
+
+
+def _writer(core: Any) -> WordWriter:
+    """This core's, made at the first step whose trainer looks at a word."""
+    if not isinstance(found := getattr(core, "_weightsync_word", None), WordWriter):
+        found = core._weightsync_word = WordWriter()
+    return found

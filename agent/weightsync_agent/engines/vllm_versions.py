@@ -211,6 +211,13 @@ def send_call(llm: Any, method: str, args: tuple[Any, ...]) -> Future[Any] | Non
     return answer
 
 
+def one_core(llm: Any) -> bool:
+    """Whether a single engine core of this machine answers the calls of an `LLM`."""
+    client = getattr(getattr(llm, "llm_engine", None), "engine_core", None)
+    cores = getattr(client, "core_engines", None)
+    return isinstance(cores, list) and len(cores) == 1 and getattr(client, "is_dp", None) is False
+
+
 def set_label(core: Any, label: str) -> bool:
     """The weight version that the engine reports. False: this vLLM (before 0.27) has none."""
     setter: Callable[[str], object] | None = getattr(core, "set_weight_version", None)
