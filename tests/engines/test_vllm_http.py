@@ -17,8 +17,9 @@ import vllm_models
 from judge import chosen, fresh_tokens, judge, read_on
 from vllm_common import LONG, PROMPTS, SHORT, agent_config
 from vllm_server import VllmServer
-from weightsync_agent.engines.vllm import HttpEngine, StepOptions, VllmEngine
+from weightsync_agent.engines.vllm import StepOptions, VllmEngine
 from weightsync_agent.engines.vllm_core import CoreStepRequest
+from weightsync_agent.engines.vllm_http import HttpEngine
 from weightsync_agent.engines.vllm_worker import STEP
 from weightsync_agent.errors import JoinTimeout, StepFailed, TransportError, WeightSyncError
 from weightsync_agent.sender import Sender

@@ -53,7 +53,7 @@ class Case:
     adopted: bool = True
     """Direct mode: the weights lie in an arena. False: each an allocation of its own that a torch handle exports."""
     push: bool = True
-    """Packed on one GPU: the sender may write into the receivers' tensors; False: through the buckets."""
+    """On one GPU: the sender may write into the receivers' tensors. False: each receiver copies for itself."""
     verify: bool = False
     """Digests in every step. Otherwise in the first, and in one after the last that is measured."""
     warmups: int = WARMUPS

@@ -68,6 +68,12 @@ class Quantity(click.ParamType[int]):
 )
 @click.option("--bucket-size", type=Quantity(), default="256Mi", show_default=True, help="Bytes of a staging bucket.")
 @click.option("--slots", type=click.IntRange(1, 64), default=2, show_default=True, help="Staging buckets in flight.")
+@click.option(
+    "--push/--no-push",
+    default=True,
+    show_default=True,
+    help="CUDA IPC on one GPU: the sender may write into the receivers' tensors itself, without buckets.",
+)
 @click.option("--steps", type=click.IntRange(1, 900_000), default=20, show_default=True, help="Measured steps.")
 @click.option("--device", help="The sender's: cpu, cuda or cuda:N. Default: the transport's.")
 @click.option("--receiver-device", help="All receivers'. Default: the sender's; for nccl the GPUs after it, one each.")
@@ -82,8 +88,8 @@ class Quantity(click.ParamType[int]):
 @click.option("--json", "as_json", is_flag=True, help="One object on stdout instead of the table.")
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Also write that object to a file.")
 def command(
-    transport: str | None, models: tuple[str, ...], receivers: int, mode: str, bucket_size: int, slots: int, steps: int,
-    device: str | None, receiver_device: str | None, threads: int | None, soak: int | None, peers: bool,
+    transport: str | None, models: tuple[str, ...], receivers: int, mode: str, bucket_size: int, slots: int, push: bool,
+    steps: int, device: str | None, receiver_device: str | None, threads: int | None, soak: int | None, peers: bool,
     verify_cost: bool, as_json: bool, output: Path | None,
 ) -> None:  # fmt: skip
     """Measure a whole step, sender to receivers, against one copy of the same bytes in the same run.
@@ -115,7 +121,7 @@ def command(
         cases = [
             Case(
                 model=model, transport=kind, mode=one, device=ours, receiver_devices=theirs, bucket_bytes=bucket_size,
-                slots=slots, steps=soak or steps, threads=torch.get_num_threads(), verify=verify,
+                slots=slots, push=push, steps=soak or steps, threads=torch.get_num_threads(), verify=verify,
                 warmups=SOAK_WARMUPS if soak else WARMUPS,
             )
             for model in chosen

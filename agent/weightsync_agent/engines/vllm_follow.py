@@ -27,9 +27,9 @@ from ..errors import ConfigError, TransportError
 from ..http import AgentServer
 from ..identity import load_config, rank_from_env
 from ..main import guarded, until_stopped
-from .vllm import HttpEngine
 from .vllm_follower import FollowedWorker, Follower
 from .vllm_guard import GUARD, GUARD_PATH
+from .vllm_http import HttpEngine
 
 log = logging.getLogger("weightsync.follow")
 

@@ -17,7 +17,8 @@ from .. import parent
 from ..errors import ConfigError, Refused, TransportError
 from ..identity import local_identity
 from .doorbell import Bell
-from .vllm import ANSWER_SECONDS, HttpEngine, StepOptions, VllmEngine
+from .vllm import ANSWER_SECONDS, StepOptions, VllmEngine
+from .vllm_http import HttpEngine
 from .vllm_worker import LookReport
 
 log = logging.getLogger("weightsync.follow")

@@ -61,7 +61,7 @@ class SendPlan:
     runtime_dir: str
     device: torch.device
     push: bool = True
-    """Packed, on one GPU: the sender may write into the receivers' tensors itself (push.py)."""
+    """On one GPU: the sender may write into the receivers' tensors itself (push.py)."""
     interface: str = ""
     collective_address: str = "127.0.0.1"
     arena: Arena | None = field(default=None, compare=False)

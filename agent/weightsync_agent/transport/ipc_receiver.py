@@ -322,9 +322,7 @@ class IpcReceiver(MappedReceiver):
                 continue
             channel.check()
             if channel.deadline.passed:
-                raise StepTimeout(
-                    f"step {channel.step}: its buckets did not come within {channel.deadline.seconds:.3g} s"
-                )
+                raise StepTimeout(f"step {channel.step}: its data did not come within {channel.deadline.seconds:.3g} s")
 
     def _free(self, flags: FlagPage) -> None:
         """The step is given up: no stream of this process may go on waiting. Plain stores (rule 1 of flags.py)."""

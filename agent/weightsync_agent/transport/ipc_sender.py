@@ -93,10 +93,7 @@ class IpcSender(MappedSender[_Export]):
         )
         self._stand_ins: StandIns | None = None
         self._find_tensors()
-        if plan.push and (self._stand_ins is not None or plan.gather is not None):
-            self._push: PushSender | None = PushSender(plan.manifest, plan.device, self._stream)
-        else:
-            self._push = None
+        self._push = PushSender(plan.manifest, plan.device, self._stream) if plan.push else None
         if plan.mode == "Packed" and not (self._push is not None and self._stand_ins is not None):
             self._slots = self._new_slots()
 

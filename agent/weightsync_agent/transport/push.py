@@ -1,4 +1,4 @@
-"""Packed mode where both processes share a GPU: the sender writes into the receivers' own tensors.
+"""Where both processes share a GPU: the sender writes into the receivers' own tensors.
 
 Two processes take turns on a GPU, 0.25 ms each, so a step in which one fills slots and the other drains them spends a
 third of its time on turns. Here one process does all the copying, and no slot is needed but for what has to be gathered
@@ -18,13 +18,12 @@ first. What makes it safe:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 
-from ..copy_plan import is_plain
 from ..cuda.arena import DeviceArena, bytes_at
 from ..cuda.copy_plan import DeviceCopyPlan, Runs, merge_runs, piece_runs
 from ..cuda.digest import DeviceDigest
@@ -32,7 +31,7 @@ from ..cuda.export import ExportLedger, why_torch_handles_fail
 from ..cuda.importer import TorchImport
 from ..errors import ConfigError, TransportError, WeightSyncError
 from ..identity import is_gone
-from ..manifest import Layout, Manifest
+from ..manifest import Layout, Manifest, TensorEntry
 from ..protocol import Identity, Joined
 
 READY_WORD, WRITTEN_WORD, STILL_WORD = 16, 32, 48
@@ -77,10 +76,6 @@ class Targets:
             self._closed = True
             self._ledger.retire_all(importer_gone=True)  # nobody was told of them
             raise TransportError(str(problem)) from None
-
-    @property
-    def unreleased(self) -> int:
-        return self._ledger.unreleased
 
     def allow(self) -> None:
         """Lets the sender write, once all that it was let write before has settled."""
@@ -188,24 +183,20 @@ class Pushed:
 
     def _runs(self, sources: Sequence[torch.Tensor]) -> Runs:
         """(source, destination, bytes) of tensors that are copied as they are: by addresses, for 20,000 tensors too."""
-        entries = self._manifest.tensors
-        rows = [
-            (source.data_ptr(), pointer, entry.nbytes)
-            for source, pointer, entry in zip(sources, self._pointers, entries, strict=True)
-            if pointer and not (entry.alias is not None and pointer == self._pointers[entry.alias])
-        ]
+        rows = [(source.data_ptr(), pointer, entry.nbytes) for source, pointer, entry in self._written(sources)]
         return merge_runs(np.array(rows, np.int64).reshape(-1, 3))
 
     def _pairs(self, sources: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        return [
+            (source, bytes_at(pointer, entry.nbytes)[0].view(entry.torch_dtype).view(entry.shape))
+            for source, pointer, entry in self._written(sources)
+        ]
+
+    def _written(self, sources: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, int, TensorEntry]]:
+        """Each of the receiver's tensors once that has bytes: where it is read, where it is written, and what it is."""
         for source, pointer, entry in zip(sources, self._pointers, self._manifest.tensors, strict=True):
-            if not pointer or (entry.alias is not None and pointer == self._pointers[entry.alias]):
-                continue
-            if not is_plain(source):
-                raise TransportError(f"{entry.name} is strided")
-            there = bytes_at(pointer, entry.nbytes)[0].view(entry.torch_dtype).view(entry.shape)
-            pairs.append((source.detach(), there))
-        return pairs
+            if pointer and not (entry.alias is not None and pointer == self._pointers[entry.alias]):
+                yield source, pointer, entry
 
     @property
     def exported(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 import torch
 
@@ -126,14 +125,13 @@ class PushSender:
         return ready
 
     def _finish(self, channel: SendChannel, ready: list[int]) -> None:
-        """Waits for the stream, and tells those who are still in the step that all is there."""
+        """Waits for the stream, and tells the receivers that all is there."""
         waiter, word = Waiter(), step_word(channel.step)
         while not self._stream.idle():
             if waiter.pause():
                 self._look(channel, ready, "was not written")
         for rank in ready:
             self._known(rank)[1].store(WRITTEN_WORD, word)
-        ready[:] = [rank for rank in ready if rank in channel.ranks]
 
     def _stand_still(self, channel: SendChannel) -> None:
         """The step broke off: receivers need not fear what is still queued, once there is nothing."""
@@ -143,8 +141,7 @@ class PushSender:
                 return
             waiter.pause()
         for _, flags in self._pushed.values():
-            with suppress(TransportError):
-                flags.store(STILL_WORD, step_word(channel.step))
+            flags.store(STILL_WORD, step_word(channel.step))
 
     def _look(self, channel: SendChannel, ranks: list[int], what: str) -> None:
         """Takes messages in, and out of `ranks` who left the step. Raises StepTimeout, TransportError."""
